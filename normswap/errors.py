@@ -1,0 +1,67 @@
+"""What normswap raises. Each message says what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from normswap.parity import ParityReport
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "ModelError",
+    "NormswapError",
+    "NothingToPatchError",
+    "OutputError",
+    "ParityError",
+    "UsageError",
+]
+
+
+class NormswapError(Exception):
+    """Base of all errors that normswap raises on purpose.
+
+    Attributes:
+        exit_code: what the command line exits with when this error ends it.
+    """
+
+    exit_code = 2
+
+
+class UsageError(NormswapError):
+    """An argument has a value that normswap cannot use."""
+
+
+class CheckpointError(NormswapError):
+    """The source checkpoint is missing, incomplete, damaged or unsafe to read."""
+
+
+class ModelError(NormswapError):
+    """The checkpoint's model cannot be built, loaded or run here."""
+
+
+class OutputError(NormswapError):
+    """The output folder cannot be written, or must not be."""
+
+
+class BackendError(NormswapError):
+    """The backend that was asked for cannot run here."""
+
+
+class NothingToPatchError(NormswapError):
+    """No norm of the model could be (or was selected to be) swapped."""
+
+
+class ParityError(NormswapError):
+    """The converted model does not compute what the original computes; nothing was saved or changed.
+
+    Attributes:
+        report: the measurements behind the verdict, or None when a single norm failed on the spot.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, report: ParityReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report
