@@ -1,0 +1,249 @@
+"""From a checkpoint to a transformers model or tokenizer, with mistakes told in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+
+from normswap.errors import CheckpointError, ModelError
+from normswap.quiet import first_line, quiet
+from normswap.source import Source, resolve
+
+__all__ = ["Source", "build_meta", "load_model", "load_tokenizer", "model_class", "resolve"]
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "merges.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "*.tiktoken", "tekken.json"),
+)
+_MASKED_FIRST = ("MaskedLM", "CausalLM", "Seq2SeqLM")
+_CAUSAL_FIRST = ("CausalLM", "Seq2SeqLM", "MaskedLM")
+_SEQ2SEQ_FIRST = ("SpeechSeq2Seq", "Seq2SeqLM", "CausalLM", "MaskedLM")
+_OTHER_HEADS = ("CTC", "MaskedImageModeling", "ZeroShotImageClassification", "PreTraining")
+
+
+def model_class(source: Source) -> type:
+    """Return the class of the checkpoint's model.
+
+    It is the one that the configuration names under ``architectures``; for a checkpoint with its own code
+    (``auto_map``), the class of that code when it is trusted; else the most specific auto class that knows
+    the configuration.
+
+    Raises:
+        ModelError: no class of transformers fits, or the class needs code that is not trusted.
+    """
+    config = source.config
+    named = (getattr(config, "architectures", None) or [None])[0]
+    auto_map = getattr(config, "auto_map", None) or {}
+    if source.trust_remote_code and (reference := _remote_reference(auto_map, named)):
+        return _remote_class(source, reference)
+    native = getattr(transformers, named, None) if isinstance(named, str) else None
+    if isinstance(native, type) and issubclass(native, transformers.PreTrainedModel):
+        return native
+    for auto in _auto_classes(config):
+        mapping = auto._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
+    if auto_map:
+        raise ModelError(
+            f"{source.name} defines its model {named or ''} in its own Python code; read that code and, if "
+            "you trust it, allow it with --trust-remote-code (trust_remote_code=True)"
+        )
+    raise ModelError(
+        f"expected a model class for {type(config).__name__} (architectures: {named}), transformers "
+        f"{transformers.__version__} has none; upgrade transformers"
+    )
+
+
+def build_meta(source: Source) -> nn.Module:
+    """Build the model in eval mode on the meta device: from the configuration alone, no weights are read.
+
+    Raises:
+        ModelError: the configuration does not give a model.
+    """
+    cls = model_class(source)
+    try:
+        with quiet():
+            try:
+                with torch.device("meta"):
+                    model = cls._from_config(source.config)  # type: ignore[attr-defined]
+            except (RuntimeError, NotImplementedError):
+                # Code that computes on tensors while it builds fails on meta: make only the parameters meta.
+                with _meta_parameters():
+                    model = cls._from_config(source.config)  # type: ignore[attr-defined]
+                model.to("meta")
+    except Exception as error:
+        raise ModelError(
+            f"cannot build {cls.__name__} from the config of {source.name}: {first_line(error)}"
+        ) from error
+    return model.eval()
+
+
+def load_model(
+    source: Source, *, dtype: torch.dtype, device: str | torch.device = "cpu", **kwargs: Any
+) -> nn.Module:
+    """Load the model with its weights, in eval mode.
+
+    Tensors that the checkpoint holds and the model does not use are fine. Tensors that the model needs and
+    the checkpoint lacks are an error, because transformers would fill them with random numbers. One
+    exception: a missing pooler (encoder checkpoints are often saved without) is a warning, because nothing
+    else reads it.
+
+    Args:
+        source: what `resolve` found.
+        dtype: dtype of the weights in memory. A quantized checkpoint keeps its quantized weights.
+        device: where the model goes.
+        **kwargs: handed to ``from_pretrained``.
+
+    Raises:
+        CheckpointError: tensors are missing, damaged or of another shape than the configuration says.
+        ModelError: the model cannot be loaded here (a library, memory or a device is missing).
+    """
+    cls = model_class(source)
+    lenient = kwargs.get("ignore_mismatched_sizes", False)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "local_files_only": True,
+        "trust_remote_code": source.trust_remote_code,
+        **kwargs,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    method = _quantization(source.config)
+    if method and torch.device(device).type != "cpu":
+        options.setdefault("device_map", {"": str(device)})
+    with _told(source, method), quiet():
+        model, info = cls.from_pretrained(str(source.path), **options)  # type: ignore[attr-defined]
+    _check_complete(source, info, lenient)
+    if "device_map" not in options:
+        with _told(source, method):
+            model = model.to(device)
+    return model.eval()
+
+
+def load_tokenizer(source: Source) -> Any:
+    """Load the checkpoint's tokenizer; None when the folder carries none.
+
+    Raises:
+        ModelError: there is one, and it cannot be loaded here.
+    """
+    if not any(any(source.path.glob(name)) for name in _TOKENIZER_FILES):
+        return None
+    try:
+        with quiet():
+            return transformers.AutoTokenizer.from_pretrained(
+                str(source.path), local_files_only=True, trust_remote_code=source.trust_remote_code
+            )
+    except Exception as error:
+        raise ModelError(f"cannot load the tokenizer of {source.name}: {first_line(error)}") from error
+
+
+def _auto_classes(config: transformers.PretrainedConfig) -> Iterator[Any]:
+    if getattr(config, "is_encoder_decoder", False):
+        heads: tuple[str, ...] = _SEQ2SEQ_FIRST
+    else:
+        heads = _CAUSAL_FIRST if getattr(config, "is_decoder", False) else _MASKED_FIRST
+    for head in ("ImageTextToText", *heads, *_OTHER_HEADS):
+        if auto := getattr(transformers, f"AutoModelFor{head}", None):
+            yield auto
+    yield transformers.AutoModel
+
+
+def _remote_reference(auto_map: dict[str, Any], named: str | None) -> str | None:
+    models = {key: value for key, value in auto_map.items() if key.startswith("AutoModel")}
+    for value in models.values():
+        if isinstance(value, str) and value.split(".")[-1] == named:
+            return value
+    order = [f"AutoModelFor{head}" for head in (*_CAUSAL_FIRST, *_OTHER_HEADS)]
+    ranked = sorted(
+        models, key=lambda key: (key == "AutoModel", order.index(key) if key in order else len(order))
+    )
+    return models[ranked[0]] if ranked else None
+
+
+def _remote_class(source: Source, reference: str) -> type:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        with quiet():
+            return get_class_from_dynamic_module(reference, str(source.path), local_files_only=True)
+    except Exception as error:
+        raise ModelError(
+            f"cannot load {reference} from the code of {source.name}: {first_line(error)}"
+        ) from error
+
+
+def _quantization(config: transformers.PretrainedConfig) -> str | None:
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "an unnamed method")
+
+
+def _check_complete(source: Source, info: dict[str, Any], lenient: bool) -> None:
+    wrong = sorted(info["mismatched_keys"])
+    if wrong and not lenient:
+        key, got, expected = wrong[0]
+        raise CheckpointError(
+            f"{len(wrong)} tensors of {source.name} do not have the shape that its config gives: {key} has "
+            f"{tuple(got)}, expected {tuple(expected)}; config.json and weights belong to different models"
+        )
+    missing = sorted(info["missing_keys"])
+    pooler = [key for key in missing if "pooler" in key.split(".")]
+    lacking = [key for key in missing if key not in pooler]
+    if lacking:
+        shown = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
+        hint = "" if getattr(source.config, "architectures", None) else "; config.json names no architectures"
+        raise CheckpointError(
+            f"the checkpoint {source.name} lacks {len(lacking)} tensors that its model needs: {shown}; "
+            f"transformers would fill them with random numbers{hint}"
+        )
+    if pooler:
+        warnings.warn(
+            f"{source.name} has no weights for its pooler ({', '.join(pooler)}): transformers fills it with "
+            "random numbers, so pooler_output means nothing, with or without normswap",
+            stacklevel=3,
+        )
+
+
+@contextlib.contextmanager
+def _told(source: Source, method: str | None) -> Iterator[None]:
+    """Turn what goes wrong while loading into one line of ours."""
+    lead = f"cannot load {source.name}"
+    if method:
+        lead += f", which is quantized with {method}"
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, EOFError, OSError) as error:
+        raise CheckpointError(f"{lead}: {first_line(error)}; fetch the checkpoint again") from error
+    except ImportError as error:
+        raise ModelError(f"{lead}: a library is missing: {first_line(error)}") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ModelError(f"{lead}: out of memory; try a narrower dtype or another device") from error
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
+        raise ModelError(f"{lead}: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _meta_parameters() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
