@@ -26,8 +26,13 @@ class Rounding:
     out: torch.dtype
 
     @property
+    def unit(self) -> torch.dtype:
+        """The narrowest dtype on the way, whose unit in the last place is that of the result."""
+        return self.out if self.out in _HALF or self.middle is None else self.middle
+
+    @property
     def twice(self) -> bool:
-        """Whether the result went through more than one rounding to a dtype narrower than float32."""
+        """Whether a rounding to half precision is followed by the product with the gain."""
         return self.middle in _HALF
 
 

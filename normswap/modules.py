@@ -1,0 +1,252 @@
+"""The swap and its undoing. A norm keeps its parameters, attributes and hooks; only its forward changes."""
+
+from __future__ import annotations
+
+import copyreg
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import normswap_kernels as kernels
+from torch import nn
+
+from normswap.errors import BackendError, ModelError, ParityError
+from normswap.replica import Replica, input_name, original_class
+from normswap.spec import NormSpec
+from normswap.units import ulp_distance, unit_bound
+
+__all__ = [
+    "FusedNorm",
+    "check_swap",
+    "fused_norms",
+    "original_forward",
+    "resolve_backend",
+    "swap",
+    "unswap",
+]
+
+_SERVED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {"rms": kernels.rms_norm, "layer": kernels.layer_norm}
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """What a swapped norm carries besides its own state."""
+
+    spec: NormSpec
+    backend: str
+    operation: Callable[..., torch.Tensor]
+    offset: float
+    input_name: str
+
+
+class FusedNorm(nn.Module):
+    """Mixed in before the original class of a swapped norm; never built directly.
+
+    The class made of the two bears the original's name, so code that looks at names sees what it saw before.
+    """
+
+    _normswap_original: type[nn.Module]
+    _normswap: _Swap
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Normalise one tensor ``(..., width)`` as the original does, by the fused implementation.
+
+        float64 input, which no model is served in, goes to the original's own forward, and so do arguments that
+        it does not take, for the error that it raises.
+        """
+        swap = self._normswap
+        if args:
+            x = args[0] if len(args) == 1 and not kwargs else None
+        else:
+            x = kwargs.get(swap.input_name) if len(kwargs) == 1 else None
+        if x is None or x.dtype not in _SERVED:
+            return self._normswap_original.forward(self, *args, **kwargs)
+        spec = swap.spec
+        gain = None if spec.gain_name is None else getattr(self, spec.gain_name)
+        bias = None if spec.bias_name is None else getattr(self, spec.bias_name)
+        where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
+        return swap.operation(
+            x,
+            gain,
+            bias,
+            eps=spec.eps,
+            offset=swap.offset,
+            round_dtype=where.middle,
+            out_dtype=where.out,
+            backend=swap.backend,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the original's words and the backend."""
+        own = self._normswap_original.extra_repr(self)
+        return f"{own}, normswap={self._normswap.backend!r}" if own else f"normswap={self._normswap.backend!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the original class, since a class made at run time cannot be found by name."""
+        reduced = super().__reduce_ex__(protocol)
+        if reduced[0] is copyreg.__newobj__ and reduced[1] == (type(self),):  # type: ignore[attr-defined]
+            return (_new_fused, (self._normswap_original,), *reduced[2:])
+        return reduced
+
+
+def _new_fused(original: type[nn.Module]) -> nn.Module:
+    cls = _fused_class(original)
+    return cls.__new__(cls)
+
+
+def _fused_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _CLASSES:
+        namespace = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_normswap_original": original,
+        }
+        _CLASSES[original] = types.new_class(
+            original.__name__, (FusedNorm, original), exec_body=lambda body: body.update(namespace)
+        )
+    return _CLASSES[original]
+
+
+def swap(module: nn.Module, spec: NormSpec, backend: str) -> None:
+    """Put the fused implementation in the place of a norm's forward, in place.
+
+    Args:
+        module: the norm; a norm that is swapped already gets the new spec and backend.
+        spec: what it computes.
+        backend: one of ``normswap_kernels.BACKENDS``.
+
+    Raises:
+        ModelError: the module's class was changed by something else after an earlier swap.
+    """
+    original = original_class(module)
+    fused = _fused_class(original)
+    if isinstance(module, FusedNorm) and type(module) is not fused:
+        raise ModelError(_wrapped_since(module))
+    before = type(module)
+    module._normswap = _Swap(spec, backend, _OPERATIONS[spec.kind], spec.offset, input_name(original))
+    module.__class__ = fused
+    _rebind(module, before, fused)
+
+
+def unswap(module: nn.Module) -> bool:
+    """Put back the original forward of one module; return whether it had been swapped.
+
+    Raises:
+        ModelError: the module's class was changed by something else after the swap (FSDP does so).
+    """
+    if not isinstance(module, FusedNorm):
+        return False
+    original = original_class(module)
+    fused = _fused_class(original)
+    if type(module) is not fused:
+        raise ModelError(_wrapped_since(module))
+    module.__class__ = original
+    del module._normswap
+    _rebind(module, fused, original)
+    return True
+
+
+def _wrapped_since(module: nn.Module) -> str:
+    return (
+        f"expected a swapped {original_class(module).__name__}, got one whose class became "
+        f"{type(module).__name__} afterwards; undo that wrapping first"
+    )
+
+
+def _rebind(module: nn.Module, before: type[nn.Module], after: type[nn.Module]) -> None:
+    """Point the bound forward that hooks (accelerate's) keep on the instance to the new class's."""
+    for name in ("forward", "_old_forward"):
+        bound = vars(module).get(name)
+        if isinstance(bound, types.MethodType) and bound.__func__ is before.forward:
+            if name == "forward":
+                del module.forward
+            else:
+                module._old_forward = types.MethodType(after.forward, module)
+
+
+def fused_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, NormSpec]]:
+    """Yield name, module and spec of each swapped norm of a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, FusedNorm):
+            yield name, module, module._normswap.spec
+
+
+def original_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Run the original class's forward with the module's own parameters, whether it is swapped or not."""
+    return original_class(module).forward(module, x)
+
+
+def resolve_backend(backend: str, device: torch.device | str) -> str:
+    """Return the backend that would run for tensors of a device.
+
+    Raises:
+        BackendError: an unknown name, or one that cannot run here; with the reason and what to do.
+    """
+    try:
+        return kernels.check_backend(backend, device)
+    except (ValueError, RuntimeError) as error:
+        raise BackendError(str(error)) from None
+
+
+def check_swap(module: nn.Module, name: str, spec: NormSpec, backend: str) -> None:
+    """Run original and fused implementation side by side on the module's device; neither is changed.
+
+    Rows at three scales go through a private copy with random parameters in the module's dtype, at ordinary size,
+    far above it, and where eps outweighs the row.
+
+    Raises:
+        ParityError: they differ by more than the unit bound; the message names the norm and the distance.
+    """
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    dtype = tensors[0].dtype if tensors else torch.float32
+    device = tensors[0].device if tensors and not tensors[0].is_meta else torch.device("cpu")
+    replica = Replica(module, device)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for scale in (1.0, 1e3, max(spec.eps, 1e-12) ** 0.5):
+            replica.randomise(dtype)
+            rows = max(8, (1 << 16) // replica.width)
+            x = (scale * torch.randn(rows, replica.width)).to(device, dtype)
+            expected = original_forward(replica.module, x)
+            swap(replica.module, spec, backend)
+            got = replica.module(x)
+            unswap(replica.module)
+            gain = replica.tensors[spec.gain_name] if spec.gain_name else None
+            bias = replica.tensors[spec.bias_name] if spec.bias_name else None
+            fault = _fault(spec, x, gain, bias, expected, got)
+            if fault:
+                raise ParityError(
+                    f"{name} ({replica.cls.__name__}): expected backend {backend!r} to stay within the unit bound of "
+                    f"the original in {dtype}, got {fault} on rows of size {scale:.3g}; nothing was changed"
+                )
+
+
+def _fault(
+    spec: NormSpec,
+    x: torch.Tensor,
+    gain: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    expected: torch.Tensor,
+    got: torch.Tensor,
+) -> str | None:
+    where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return f"{tuple(got.shape)} in {got.dtype} instead of {tuple(expected.shape)} in {expected.dtype}"
+    if where.unit == torch.float32:
+        # Orders of summation differ by more than a unit in float32: the original's own error is the measure.
+        exact = spec.compute_exact(x, gain, bias)
+        original_error = float((expected.double() - exact).norm() / exact.norm())
+        error = float((got.double() - exact).norm() / exact.norm())
+        budget = 2 * (original_error + torch.finfo(torch.float32).eps / 2)
+        return None if error <= budget else f"an error of {error:.2e} where {budget:.2e} is allowed"
+    distance = ulp_distance(got, expected, at=bias, unit=where.unit)
+    bound = unit_bound(where)
+    worst, identical = float(distance.max()), float((distance == 0).double().mean())
+    if worst <= bound.max_ulp and identical >= bound.identical:
+        return None
+    return f"{worst:.3g} units in the last place, {100 * identical:.2f}% bit-identical"

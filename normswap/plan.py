@@ -1,0 +1,178 @@
+"""Walk a model and decide, norm by norm, what would be done. Nothing is changed."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+
+from normswap.errors import NothingToPatchError, UsageError
+from normswap.probe import Refusal, probe, settings_key
+from normswap.replica import original_class
+from normswap.spec import NormSpec
+
+__all__ = ["Decision", "Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What would be done with one norm.
+
+    Attributes:
+        name: qualified module name, the first of them where a module has several.
+        cls: name of its original class.
+        action: ``"swap"`` or ``"refuse"``.
+        reason: why it is refused; empty for a swap.
+        spec: what it computes; None where that is not known.
+        key: equal for norms of one class with the same settings and shapes.
+    """
+
+    name: str
+    cls: str
+    action: Literal["swap", "refuse"]
+    reason: str
+    spec: NormSpec | None
+    key: Hashable = None
+
+    @property
+    def pattern(self) -> str:
+        """The name with every layer or expert number replaced by ``*``."""
+        return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", self.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decision as it stands in ``inspect --json``."""
+        return {
+            "name": self.name,
+            "class": self.cls,
+            "action": self.action,
+            "reason": self.reason,
+            "spec": None if self.spec is None else self.spec.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for every norm of a model, in the model's order."""
+
+    decisions: tuple[Decision, ...]
+
+    @property
+    def swaps(self) -> tuple[Decision, ...]:
+        """The norms that would be swapped."""
+        return tuple(d for d in self.decisions if d.action == "swap")
+
+    @property
+    def refusals(self) -> tuple[Decision, ...]:
+        """The norms that would be left alone."""
+        return tuple(d for d in self.decisions if d.action == "refuse")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Collapse the decisions to one row for each distinct (name pattern, class, spec, action, reason)."""
+        counts: dict[tuple[Any, ...], int] = {}
+        for d in self.decisions:
+            key = (d.pattern, d.cls, d.spec, d.action, d.reason)
+            counts[key] = counts.get(key, 0) + 1
+        return [
+            {
+                "pattern": pattern,
+                "class": cls,
+                "spec": None if spec is None else spec.to_dict(),
+                "count": count,
+                "action": action,
+                "reason": reason,
+            }
+            for (pattern, cls, spec, action, reason), count in counts.items()
+        ]
+
+    def require_swaps(self) -> None:
+        """Raise unless something would be swapped.
+
+        Raises:
+            NothingToPatchError: with the reasons of what was found and refused.
+        """
+        if self.swaps:
+            return
+        if not self.decisions:
+            raise NothingToPatchError(
+                "expected a model with at least one RMSNorm or LayerNorm, found none; nothing was changed"
+            )
+        reasons = "; ".join(f"{row['pattern']} ({row['class']}): {row['reason']}" for row in self.rows()[:5])
+        raise NothingToPatchError(
+            f"none of the {len(self.decisions)} norms can be swapped, so nothing was changed: {reasons}"
+        )
+
+
+def make_plan(
+    model: nn.Module,
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+) -> Plan:
+    """Decide for every norm of a model whether it would be swapped, and if not, why.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        include: shell patterns (or one) of qualified module names; only these are swapped. ``*`` matches dots too.
+        exclude: shell patterns (or one) of names that are left alone.
+
+    Returns:
+        The plan. A module that stands in several places is decided once.
+
+    Raises:
+        UsageError: an include pattern matches no norm.
+
+    Warns:
+        UserWarning: an exclude pattern matches no norm.
+    """
+    wanted, unwanted = _patterns(include), _patterns(exclude)
+    found: dict[Hashable, NormSpec | Refusal | None] = {}
+    decisions = []
+    for name, module in model.named_modules():
+        key = settings_key(module)
+        if key not in found:
+            found[key] = probe(module)
+        result = found[key]
+        if result is None:
+            continue
+        cls = original_class(module).__name__
+        names = _aliases(model, module, name) if wanted or unwanted else [name]
+        if isinstance(result, Refusal):
+            decisions.append(Decision(name, cls, "refuse", result.reason, None, key))
+        elif wanted and not _any_match(names, wanted):
+            decisions.append(Decision(name, cls, "refuse", "not among the included names", result, key))
+        elif _any_match(names, unwanted):
+            decisions.append(Decision(name, cls, "refuse", "excluded by name", result, key))
+        else:
+            decisions.append(Decision(name, cls, "swap", "", result, key))
+    _check_patterns([d.name for d in decisions], wanted, unwanted)
+    return Plan(tuple(decisions))
+
+
+def _patterns(given: str | Iterable[str] | None) -> Sequence[str]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _aliases(model: nn.Module, module: nn.Module, name: str) -> list[str]:
+    others = (n for n, m in model.named_modules(remove_duplicate=False) if m is module)
+    return [name, *others]
+
+
+def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def _check_patterns(names: Sequence[str], wanted: Sequence[str], unwanted: Sequence[str]) -> None:
+    examples = ", ".join(names[:3])
+    for pattern in wanted:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(f"include pattern {pattern!r} matches no norm; their names are like {examples}")
+    for pattern in unwanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            warnings.warn(f"exclude pattern {pattern!r} matches no norm", UserWarning, stacklevel=3)

@@ -1,0 +1,332 @@
+"""Find out what a module computes by running a private copy of it, and prove it on fresh inputs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from normswap.replica import Replica, Unfit, original_class
+from normswap.spec import NormSpec
+from normswap.units import ulp_distance, unit_bound
+
+__all__ = ["Refusal", "probe", "settings_key"]
+
+_NAMED_LIKE_A_NORM = re.compile(r"norm(?!al(?!iz|is))|(?<![A-Z])LN(?![a-z])|RMS", re.IGNORECASE)
+_CONTAINER_NORM = re.compile(r"Norm(Gated|PerHead|Layer|alization)?(\dd)?$")
+_ELEMENTS = 1 << 17
+# Right formulas differ in at most one of ten thousand elements, by the order of summation; wrong ones in one of five.
+_IDENTICAL = 0.999
+# The order is that of trust: the pairs that models are served in first.
+_DTYPE_PAIRS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+)
+_ROUNDINGS = (
+    ("after_gain", "input"),
+    ("before_gain", "promote"),
+    ("before_gain", "input"),
+    ("before_gain", "weight"),
+    ("after_gain", "promote"),
+    ("after_gain", "weight"),
+)
+
+
+_NO_SETTINGS = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_is_hf_initialized", "_normswap"}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a norm is left alone.
+
+    Attributes:
+        reason: one clause that a person can act on.
+    """
+
+    reason: str
+
+
+def probe(module: nn.Module) -> NormSpec | Refusal | None:
+    """Find the spec of a module from its behaviour, and prove it.
+
+    A copy with random parameters of its own is run on chosen inputs; the module itself is neither run nor
+    changed, so one on the meta device is probed all the same. Regression of the output on the normalised row
+    gives kind, gain form and bias; rows near zero give eps; half-precision runs give the cast order. The spec is
+    then proved on fresh parameters and inputs in float32, bfloat16 and float16, at three scales.
+
+    Args:
+        module: any module.
+
+    Returns:
+        The proved spec; a `Refusal` for what is a norm by name or behaviour but is not one that can be swapped;
+        None for a module that is no norm.
+    """
+    name = original_class(module).__name__
+    named = _NAMED_LIKE_A_NORM.search(name) is not None
+    try:
+        if not _is_candidate(module):
+            return None
+        with _quiet():
+            return _find(Replica(module))
+    except Unfit as unfit:
+        return Refusal(str(unfit)) if named or unfit.is_norm else None
+
+
+def settings_key(module: nn.Module) -> Hashable:
+    """Return what tells apart two modules that may compute differently: class, settings, tensor shapes."""
+    plain = {name: value for name, value in vars(module).items() if name not in _NO_SETTINGS}
+    tensors = {
+        name: None if tensor is None else tuple(tensor.shape)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    }
+    hooked = "forward" in vars(module), hasattr(module, "_hf_hook")
+    return original_class(module), repr(sorted(plain.items())), repr(sorted(tensors.items())), hooked
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    cls = original_class(module)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return True
+    if isinstance(module, (nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)):
+        raise Unfit(f"{cls.__name__} normalises over channels, not over the last dimension")
+    if isinstance(module, (nn.modules.batchnorm._NormBase, nn.SyncBatchNorm)):
+        raise Unfit(f"{cls.__name__} normalises over the batch or over positions, not over the last dimension")
+    if cls.__module__.startswith("torch.nn."):
+        return False
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)):
+        return False
+    if module._modules:
+        if _CONTAINER_NORM.search(cls.__name__):
+            raise Unfit(f"it is made of other modules ({', '.join(sorted(module._modules)[:4])})")
+        return False
+    return True
+
+
+def _find(replica: Replica) -> NormSpec | Refusal:
+    replica.check_signature()
+    spec = replace(_find_formula(replica), eps=1.0)
+    spec = replace(spec, eps=_find_eps(replica, spec))
+    spec = _find_rounding(replica, spec)
+    _prove(replica, spec)
+    return spec
+
+
+def _find_formula(replica: Replica) -> NormSpec:
+    """Regress the output on the normalised row, column by column; eps is negligible at this scale."""
+    replica.randomise(torch.float32)
+    width = replica.width
+    x = 1e3 * (_rows(width, max(64, min(4096, _ELEMENTS // width))) + 0.5)
+    y = replica.run(x)
+    if y.dtype != torch.float32:
+        raise Unfit(f"it returns {_name(y.dtype)} for a float32 input and float32 parameters")
+    if not y.isfinite().all():
+        raise Unfit("it returns values that are not finite for an ordinary input")
+    if _relative(replica.run(4 * x), y) > 1e-3:
+        raise Unfit("it does not normalise: its output changes with the scale of its input")
+    for kind in ("rms", "layer"):
+        gain, bias, residual = _regress(y, _unit(x, kind))
+        if residual < 1e-4:
+            break
+    else:
+        raise Unfit(_other_formula(replica, x, y), is_norm=True)
+    form, gain_name = _match_gain(replica, gain, kind)
+    bias_name = _match_bias(replica, bias)
+    return NormSpec(
+        kind=kind,
+        width=width if replica.tensors else None,
+        eps=0.0,
+        gain=form,
+        bias=bias_name is not None,
+        gain_name=gain_name,
+        bias_name=bias_name,
+    )
+
+
+def _unit(x: torch.Tensor, kind: str, groups: int = 1) -> torch.Tensor:
+    rows = x.double().reshape(*x.shape[:-1], groups, -1)
+    if kind == "layer":
+        rows = rows - rows.mean(-1, keepdim=True)
+    return (rows * rows.pow(2).mean(-1, keepdim=True).rsqrt()).reshape(x.shape)
+
+
+def _regress(y: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    y, n = y.double().reshape(-1, y.shape[-1]), n.reshape(-1, n.shape[-1])
+    n_mean, y_mean = n.mean(0), y.mean(0)
+    gain = ((n - n_mean) * (y - y_mean)).sum(0) / (n - n_mean).pow(2).sum(0)
+    bias = y_mean - gain * n_mean
+    return gain, bias, _relative(gain * n + bias, y)
+
+
+def _other_formula(replica: Replica, x: torch.Tensor, y: torch.Tensor) -> str:
+    """Name the kind of normalisation that is not this version's, as far as it can be told."""
+    other = x.clone()
+    other[..., 1:, :] = 1e3 * (_rows(replica.width, x.shape[-2] - 1) + 0.5)
+    if _relative(replica.run(other)[..., 0, :], y[..., 0, :]) > 1e-3:
+        return "its rows are not independent of each other"
+    for groups in range(2, replica.width // 2 + 1):
+        if replica.width % groups == 0 and any(
+            _regress(y, _unit(x, kind, groups))[2] < 1e-4 for kind in ("rms", "layer")
+        ):
+            return f"it is a grouped norm ({groups} groups a row), which this version does not swap"
+    return "it is neither RMSNorm nor LayerNorm over the last dimension"
+
+
+def _match_gain(replica: Replica, gain: torch.Tensor, kind: str) -> tuple[str, str | None]:
+    for name, tensor in replica.tensors.items():
+        for form, offset in (("w", 0.0), ("1+w", 1.0)):
+            if _relative(gain, tensor.double() + offset) < 1e-4:
+                return form, name
+    if _relative(gain, torch.ones_like(gain)) < 1e-4:
+        return "none", None
+    if _relative(gain, torch.full_like(gain, replica.width**-0.5)) < 1e-4:
+        raise Unfit("it divides by the root of the sum (L2), which this version does not swap", is_norm=True)
+    raise Unfit(f"its gain is neither w nor 1 + w of a parameter ({kind} normalisation)", is_norm=True)
+
+
+def _match_bias(replica: Replica, bias: torch.Tensor) -> str | None:
+    if bias.abs().max() < 1e-4:
+        return None
+    for name, tensor in replica.tensors.items():
+        if _relative(bias, tensor.double()) < 1e-3:
+            return name
+    raise Unfit("what it adds after the gain is no parameter of its own", is_norm=True)
+
+
+def _find_eps(replica: Replica, spec: NormSpec) -> float:
+    """Feed rows so close to zero that eps alone is left under the root."""
+    replica.randomise(torch.float32)
+    if spec.bias_name is not None:
+        # A bias would swallow the tiny products that eps is read from.
+        replica.tensors[spec.bias_name].zero_()
+    x = 1e-12 * (_rows(replica.width, 64) + 0.5)
+    y = replica.run(x).double()
+    gain = replica.tensors[spec.gain_name].double() + spec.offset if spec.gain_name else 1.0
+    centred = x.double() - (x.double().mean(-1, keepdim=True) if spec.kind == "layer" else 0.0)
+    large = centred.abs() > centred.abs().mean()
+    root = (centred * gain / y)[large]
+    variance = centred.pow(2).mean(-1, keepdim=True).expand_as(x)[large]
+    eps = float((root.pow(2) - variance).median())
+    if not eps >= -1e-25 or eps == float("inf"):
+        raise Unfit("what it adds under the root cannot be measured", is_norm=True)
+    if eps < 1e-20:
+        return 0.0
+    for known in (*replica.numbers(), torch.finfo(torch.float32).eps, float(f"{eps:.3g}")):
+        if abs(eps - known) <= 3e-5 * known:
+            return known
+    return eps
+
+
+def _find_rounding(replica: Replica, spec: NormSpec) -> NormSpec:
+    """Choose the first of the known roundings that reproduces every pair of dtypes that the original runs in."""
+    runs = []
+    for x_dtype, gain_dtype in _DTYPE_PAIRS:
+        replica.randomise(gain_dtype)
+        x = (_rows(replica.width, _row_count(replica.width)) + 0.25).to(x_dtype)
+        if (not replica.tensors and x_dtype != gain_dtype) or (y := _try_run(replica, x)) is None:
+            if x_dtype == gain_dtype:
+                raise Unfit(f"it does not run in {_name(x_dtype)}", is_norm=True)
+            continue
+        runs.append((x, dict(replica.tensors), y))
+    first_fault = ""
+    for cast, out in _ROUNDINGS:
+        candidate = replace(spec, cast=cast, out=out)
+        faults = (_disagreement(candidate, x, tensors, y) for x, tensors, y in runs)
+        fault = next((fault for fault in faults if fault), None)
+        if fault is None:
+            return candidate
+        first_fault = first_fault or fault
+    raise Unfit(f"no known order of casts gives its half-precision results ({first_fault})", is_norm=True)
+
+
+def _prove(replica: Replica, spec: NormSpec) -> None:
+    """Compare with the original on fresh parameters, fresh inputs, several scales, ranks and strides."""
+    scales = (1.0, 1e3, max(spec.eps, 1e-12) ** 0.5)
+    for x_dtype, gain_dtype in ((torch.float32, torch.float32), *_DTYPE_PAIRS):
+        for scale in scales:
+            if x_dtype == torch.float16 and scale < 1e-3:
+                continue
+            replica.randomise(gain_dtype)
+            x = (scale * (_rows(replica.width, _row_count(replica.width)) - 0.5)).to(x_dtype)
+            before = x.clone()
+            y = _try_run(replica, x)
+            if y is None:
+                continue
+            if not torch.equal(x, before):
+                raise Unfit("it changes its input in place", is_norm=True)
+            if fault := _disagreement(spec, x, replica.tensors, y):
+                small = scale not in (1.0, 1e3)
+                where = "; eps may not stand inside the root" if small else ""
+                raise Unfit(f"the formula found for it is not proved ({fault}{where})", is_norm=True)
+    replica.randomise(torch.float32)
+    x = _rows(replica.width, 24)
+    y = replica.run(x)
+    if not torch.equal(replica.run(x), y):
+        raise Unfit("it gives another result the second time", is_norm=True)
+    if not torch.equal(replica.run(x, training=True), y):
+        raise Unfit("it computes something else in training mode", is_norm=True)
+    strided = torch.cat([x, x], -1)[..., : replica.width]
+    for view in (x.reshape(24, -1), x.reshape(2, 3, 4, -1), strided):
+        result = _try_run(replica, view)
+        if result is not None and _relative(result.reshape(y.shape), y) > 1e-5:
+            raise Unfit(f"it computes something else on a {view.dim()}-dimensional input", is_norm=True)
+
+
+def _disagreement(
+    spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tensor], y: torch.Tensor
+) -> str | None:
+    gain = tensors[spec.gain_name] if spec.gain_name else None
+    bias = tensors[spec.bias_name] if spec.bias_name else None
+    where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
+    pair = f"{_name(x.dtype)} input" + (f", {_name(gain.dtype)} gain" if gain is not None else "")
+    if y.dtype != where.out:
+        return f"{pair}: expected {_name(where.out)}, got {_name(y.dtype)}"
+    wanted = spec.compute(x, gain, bias)
+    if where.unit == torch.float32:
+        # Orders of summation differ by more than a unit here, and subtracting the mean magnifies it.
+        error = _relative(y, spec.compute_exact(x, gain, bias))
+        return None if error < 2e-6 else f"{pair}: relative error {error:.1e}"
+    distance = ulp_distance(y, wanted, at=bias, unit=where.unit)
+    identical = float((distance == 0).double().mean())
+    if not (float(distance.max()) <= unit_bound(where).max_ulp and identical >= _IDENTICAL):
+        return f"{pair}: {float(distance.max()):.3g} units off, {100 * identical:.2f}% identical"
+    return None
+
+
+def _try_run(replica: Replica, x: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return replica.run(x)
+    except Unfit:
+        return None
+
+
+def _rows(width: int, count: int) -> torch.Tensor:
+    return torch.randn(2, (count + 1) // 2, width)
+
+
+def _row_count(width: int) -> int:
+    return max(8, _ELEMENTS // width)
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the caller's random state, and its screen clean of what odd dtypes make torch say."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(20240229)
+        yield

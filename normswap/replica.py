@@ -1,0 +1,157 @@
+"""A private copy of one module, with random parameters of its own, to experiment on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["Replica", "Unfit", "input_name", "original_class"]
+
+_HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
+
+
+class Unfit(Exception):
+    """The module cannot be recognised, with the reason; `is_norm` if it behaves like a norm all the same."""
+
+    def __init__(self, reason: str, *, is_norm: bool = False) -> None:
+        super().__init__(reason)
+        self.is_norm = is_norm
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the module's class as it was before a swap."""
+    return getattr(type(module), "_normswap_original", type(module))
+
+
+def input_name(cls: type[nn.Module]) -> str:
+    """Return the name of the one tensor that the class's forward takes."""
+    return list(inspect.signature(cls.forward).parameters)[1]
+
+
+class Replica:
+    """A copy of a module: same class, same settings, no hooks, random parameters.
+
+    Args:
+        module: what is copied; it is neither run nor changed.
+        device: where the copy's tensors are.
+
+    Attributes:
+        module: the copy.
+        cls: its class, the original one.
+        width: length of a row.
+        tensors: name to tensor ``(width,)``, parameters and buffers alike; the copy reads these very tensors.
+
+    Raises:
+        Unfit: the module's tensors cannot be those of a norm over the last dimension.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self.cls = original_class(module)
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            raise Unfit("its forward was replaced on the instance")
+        self.module = self.cls.__new__(self.cls)
+        vars(self.module).update(_copied_state(module))
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.width = self._find_width(module)
+
+    def _find_width(self, module: nn.Module) -> int:
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        for name, shape in shapes.items():
+            if len(shape) != 1:
+                raise Unfit(f"its parameter {name} has shape {list(shape)}, not that of one row")
+        if len(set(shapes.values())) > 1 or len(shapes) > 2:
+            raise Unfit(f"its parameters ({', '.join(shapes)}) are not a gain and a bias of one row")
+        self.tensors = dict.fromkeys(shapes)  # type: ignore[arg-type]
+        shape = getattr(module, "normalized_shape", None)
+        if isinstance(shape, (tuple, list)) and len(shape) > 1:
+            raise Unfit(f"it normalises over {len(shape)} dimensions", is_norm=True)
+        if shapes:
+            width = next(iter(shapes.values()))[0]
+        else:
+            width = shape[0] if isinstance(shape, (tuple, list)) and shape else 96
+        if width < 2:
+            raise Unfit("its rows are one element long")
+        return int(width)
+
+    def check_signature(self) -> None:
+        """Raise `Unfit` unless the forward takes one tensor and nothing else."""
+        parameters = list(inspect.signature(self.cls.forward).parameters.values())[1:]
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not named or len(named) > 1:
+            names = ", ".join(p.name for p in named)
+            raise Unfit(f"its forward takes ({names}); a gated or conditioned norm is not swapped by this version")
+
+    def numbers(self) -> Iterator[float]:
+        """Yield the positive numbers among the module's settings, where eps is likely to be found."""
+        for value in vars(self.module).values():
+            if isinstance(value, float) and value > 0:
+                yield value
+
+    def randomise(self, dtype: torch.dtype) -> None:
+        """Give the copy fresh random tensors of this dtype, none of them near 0 or 1."""
+        for name in self.tensors:
+            magnitude = torch.empty(self.width).uniform_(0.2, 2.0)
+            sign = torch.where(torch.rand(self.width) < 0.3, -1.0, 1.0)
+            self.tensors[name] = tensor = (magnitude * sign).to(self.device, dtype)
+            if name in self.module._parameters:
+                self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                self.module._buffers[name] = tensor
+
+    def run(self, x: torch.Tensor, *, training: bool = False) -> torch.Tensor:
+        """Run the copy.
+
+        Args:
+            x: ``(..., width)``.
+            training: in training mode instead of evaluation mode.
+
+        Raises:
+            Unfit: it fails on this input, or what it returns is not one tensor of the input's shape.
+        """
+        vars(self.module)["training"] = training
+        try:
+            y = self.cls.forward(self.module, x)
+        except Exception as error:
+            words = " ".join(str(error).split())[:80] or type(error).__name__
+            raise Unfit(f"it does not run on rows of {self.width} numbers ({words})") from None
+        if not isinstance(y, torch.Tensor):
+            raise Unfit(f"it returns a {type(y).__name__}, not one tensor", is_norm=False)
+        if y.shape != x.shape:
+            raise Unfit(f"it returns the shape {list(y.shape)} for {list(x.shape)}")
+        if not y.is_floating_point():
+            raise Unfit(f"it returns {y.dtype}")
+        return y
+
+
+def _copied_state(module: nn.Module) -> dict[str, object]:
+    state: dict[str, object] = {}
+    for name, value in vars(module).items():
+        if name in _HOOK_ATTRIBUTES or name == "_normswap":
+            continue
+        if isinstance(value, torch.Tensor):
+            raise Unfit(f"it holds the tensor {name} outside its parameters and buffers")
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            state[name] = OrderedDict()
+        elif name in ("_parameters", "_buffers", "_modules"):
+            state[name] = dict(value)
+        else:
+            state[name] = _copied_value(value)
+    return state
+
+
+def _copied_value(value: object) -> object:
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        # What cannot be copied (a lock, a process group) is shared; a norm's forward does not write it.
+        return value
