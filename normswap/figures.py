@@ -1,0 +1,267 @@
+"""The criterion and the report: what was measured, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from normswap.meter import NormMeter
+
+__all__ = ["Control", "Criterion", "Exact", "NormFigures", "ParityReport", "Served", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """Make data safe for strict JSON: NaN and infinities become None, tuples lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """The bounds of the three gates; the defaults are the project's.
+
+    Attributes:
+        exact_bound: greatest relative RMS distance of the outputs when both models run in float32.
+        control_scale: what the negative control multiplies every other channel of one norm by.
+        ratio_interval_low: fails when the whole interval of the error ratio lies above it.
+        ratio_max: fails when the ratio itself passes it.
+        max_ulp: units in the last place that a norm may differ by from its original.
+        max_ulp_rounded_twice: the same, where the original rounds twice.
+        float32_budget: for float32 results: distance from the truth, in float32 units, allowed per unit of the
+            original's own distance plus one.
+        identical_bf16: least fraction of bit-identical elements of a bfloat16 result.
+        identical_fp16: least fraction of bit-identical elements of a float16 result.
+        min_sequences: sequences that the interval needs.
+        bootstrap: resamplings behind the interval.
+    """
+
+    exact_bound: float = 1e-5
+    control_scale: float = 1.02
+    ratio_interval_low: float = 1.05
+    ratio_max: float = 1.25
+    max_ulp: float = 1.0
+    max_ulp_rounded_twice: float = 2.0
+    float32_budget: float = 2.0
+    identical_bf16: float = 0.9999
+    identical_fp16: float = 0.999
+    min_sequences: int = 8
+    bootstrap: int = 2000
+
+    def describe(self) -> str:
+        """Say the criterion in plain words."""
+        return (
+            f"exact: both models in float32 agree to {self.exact_bound:g} relative RMS. "
+            f"norms: on the served activations each norm is within {self.max_ulp:g} unit in the last place of its "
+            f"original, {self.max_ulp_rounded_twice:g} where the original rounds twice, and "
+            f"{self.identical_bf16:.2%} of its bfloat16 or {self.identical_fp16:.1%} of its float16 elements are "
+            f"bit-identical; a float32 result is at most {self.float32_budget:g} times as far from the float64 "
+            f"truth as the original plus one unit. served: the error against the reference, over the original's "
+            f"own error, is at most {self.ratio_max:g}, and its 95% bootstrap interval over sequences reaches down "
+            f"to {self.ratio_interval_low:g}. No NaN passes."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the words and every bound."""
+        return {"text": self.describe(), **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Control:
+    """A fault put in on purpose, and whether the exact gate saw it.
+
+    Attributes:
+        norm: the norm that was disturbed.
+        scale: what every other channel of its result was multiplied by.
+        error: relative RMS distance that came of it, on one sequence.
+        detected: whether the error lies above the gate's bound.
+    """
+
+    norm: str
+    scale: float
+    error: float
+    detected: bool
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Gate ``exact``: both models in float32.
+
+    Attributes:
+        error: relative RMS distance of the outputs.
+        bound: what it may be.
+        control: the negative control; None where no norm could be disturbed.
+    """
+
+    error: float
+    bound: float
+    control: Control | None
+
+
+@dataclass(frozen=True)
+class Served:
+    """Gate ``served``: errors against the reference, relative RMS over all sequences.
+
+    Attributes:
+        error_original: of the original as served.
+        error_converted: of the converted model as served.
+        ratio: the second over the first.
+        ratio_interval: its 95% bootstrap interval over sequences.
+        kl_original: mean KL(reference || original) in nats a token; None without logits.
+        kl_converted: the same for the converted model.
+        top1_agreement: fraction of tokens whose most likely entry is the reference's; None without logits.
+        top1_agreement_original: the same for the original.
+        max_abs: greatest absolute difference of the converted model from the reference.
+        tokens: distributions compared; None without logits.
+    """
+
+    error_original: float
+    error_converted: float
+    ratio: float
+    ratio_interval: tuple[float, float]
+    kl_original: float | None
+    kl_converted: float | None
+    top1_agreement: float | None
+    top1_agreement_original: float | None
+    max_abs: float
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class NormFigures:
+    """Gate ``norms``: one swapped norm on the served activations.
+
+    Attributes:
+        name: its name in the model.
+        calls: how often the inputs reached it.
+        elements: how many results were compared.
+        dtype: of the results; None when never reached.
+        max_ulp: greatest distance from the original in units in the last place.
+        mean_ulp: mean of the same.
+        bound_ulp: what `max_ulp` may be; None for a float32 result, which is held to its budget.
+        bit_identical_fraction: fraction of elements with the original's very bits.
+        error_original: relative RMS distance of the original from the float64 truth.
+        error_swapped: the same for the swapped norm.
+        exact_ulp_original: greatest distance of the original from the truth, in units of its largest term.
+        exact_ulp_swapped: the same for the swapped norm.
+        passed: whether it keeps its bounds; None when never reached.
+    """
+
+    name: str
+    calls: int
+    elements: int
+    dtype: str | None
+    max_ulp: float | None
+    mean_ulp: float | None
+    bound_ulp: float | None
+    bit_identical_fraction: float | None
+    error_original: float | None
+    error_swapped: float | None
+    exact_ulp_original: float | None
+    exact_ulp_swapped: float | None
+    passed: bool | None
+
+
+def judge(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormFigures, list[str]]:
+    """Turn what a meter collected into figures and failures; each failure names the norm, figure and bound."""
+    failures = [f"norms: {name}: {problem}" for problem in dict.fromkeys(meter.problems)]
+    if meter.calls == 0:
+        empty = NormFigures(name, 0, 0, *[None] * 9, passed=False if failures else None)
+        return empty, failures
+    half = meter.dtype in (torch.float16, torch.bfloat16)
+    bound = criterion.max_ulp_rounded_twice if meter.twice else criterion.max_ulp
+    if half or meter.twice:
+        if not meter.max_ulp <= bound:
+            failures.append(f"norms: {name}: max_ulp {meter.max_ulp:.4g} above {bound:g}")
+        unit = meter.dtype if half else meter.middle
+        least = criterion.identical_bf16 if unit == torch.bfloat16 else criterion.identical_fp16
+        fraction = (meter.identical if half else meter.agreeing) / meter.elements
+        if not fraction >= least:
+            failures.append(f"norms: {name}: bit_identical_fraction {fraction:.6f} below {least:g}")
+    else:
+        budget = criterion.float32_budget * (meter.exact_ulp_original + 1)
+        if not meter.exact_ulp_swapped <= budget:
+            failures.append(
+                f"norms: {name}: {meter.exact_ulp_swapped:.4g} float32 units from the truth, above {budget:.4g} "
+                f"({criterion.float32_budget:g} x (the original's {meter.exact_ulp_original:.4g} + 1))"
+            )
+    if meter.nonfinite_differs:
+        failures.append(
+            f"norms: {name}: NaN or inf at {meter.nonfinite_differs} places where the original differs"
+        )
+    size = meter.square_exact
+    figures = NormFigures(
+        name=name,
+        calls=meter.calls,
+        elements=meter.elements,
+        dtype=str(meter.dtype).removeprefix("torch."),
+        max_ulp=meter.max_ulp,
+        mean_ulp=meter.sum_ulp / meter.elements,
+        bound_ulp=bound if half or meter.twice else None,
+        bit_identical_fraction=meter.identical / meter.elements,
+        error_original=(meter.square_original / size) ** 0.5 if size > 0 else 0.0,
+        error_swapped=(meter.square_swapped / size) ** 0.5 if size > 0 else 0.0,
+        exact_ulp_original=meter.exact_ulp_original,
+        exact_ulp_swapped=meter.exact_ulp_swapped,
+        passed=not failures,
+    )
+    return figures, failures
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What `measure` found, and the verdict.
+
+    Attributes:
+        failures: why the verdict is ``fail``; each begins with its gate (``exact``, ``norms``, ``served``).
+        notes: what a reader should know beside the verdict.
+        device: where it ran.
+        device_name: the device in words.
+        backend: which implementation of the norms ran.
+        dtype: dtype of the served models.
+        reference_dtype: dtype of the arithmetic behind the reference.
+        inputs: what the models ran on.
+        criterion: the bounds.
+        output: name and shape (of one sequence) of what was compared.
+        exact: gate ``exact``.
+        logits: gate ``served``; named after what it compares in most models.
+        norms: gate ``norms``, one for each norm.
+        versions: of the software that ran.
+    """
+
+    failures: list[str]
+    notes: list[str]
+    device: str
+    device_name: str
+    backend: str
+    dtype: str
+    reference_dtype: str
+    inputs: dict[str, Any]
+    criterion: Criterion
+    output: dict[str, Any]
+    exact: Exact
+    logits: Served
+    norms: list[NormFigures]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate held."""
+        return not self.failures
+
+    @property
+    def verdict(self) -> str:
+        """``"pass"`` or ``"fail"``."""
+        return "pass" if self.passed else "fail"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data that strict JSON can hold; a figure that is not finite is None."""
+        data = {"verdict": self.verdict, **asdict(self), "criterion": self.criterion.to_dict()}
+        return plain(data)

@@ -1,0 +1,214 @@
+"""Judge each swapped norm on the activations of a real run, beside its original and the float64 truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from normswap.spec import NormSpec
+from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
+
+__all__ = ["NormMeter", "NormUnderTest", "watching"]
+
+_HALF = (torch.float16, torch.bfloat16)
+# Elements of one call that are compared; rows beyond it are left out evenly.
+_SAMPLE = 1 << 18
+
+
+@dataclass(frozen=True)
+class NormUnderTest:
+    """A swapped norm inside the converted model, and what it is held against.
+
+    Attributes:
+        name: its name in the model.
+        spec: what it computes.
+        module: the swapped module itself.
+        original: the original class's forward with this module's own parameters.
+        gain: returns the gain as stored, or None.
+        bias: returns the bias as stored, or None.
+    """
+
+    name: str
+    spec: NormSpec
+    module: nn.Module
+    original: Callable[[torch.Tensor], torch.Tensor]
+    gain: Callable[[], torch.Tensor | None]
+    bias: Callable[[], torch.Tensor | None]
+
+
+@dataclass
+class NormMeter:
+    """Collect how far a swapped norm is from its original and both from the float64 truth, call by call.
+
+    For an output of 16 bits an element's distance is the number of representable numbers between the two results,
+    and 0 where they differ by no more than `FLOAT32_NOISE` units of float32 at the scale
+    ``s = max(|n * g|, |b|)``, for a LayerNorm also ``rms(x) * |g| / sqrt(var + eps)`` (the scale at which the
+    mean is subtracted): a result that is the small difference of large terms has no better digits to agree on.
+    Where a float32 result went through a 16-bit value (a float32 gain on a 16-bit input), the unit is that of the
+    16-bit value times ``|g|``. Otherwise, for an output of float32, the unit is that of float32 at ``max(|out|, s)``.
+    """
+
+    spec: NormSpec
+    calls: int = 0
+    elements: int = 0
+    dtype: torch.dtype | None = None
+    middle: torch.dtype | None = None
+    twice: bool = False
+    max_ulp: float = 0.0
+    sum_ulp: float = 0.0
+    identical: int = 0
+    agreeing: int = 0
+    nonfinite_differs: int = 0
+    exact_ulp_original: float = 0.0
+    exact_ulp_swapped: float = 0.0
+    square_original: float = 0.0
+    square_swapped: float = 0.0
+    square_exact: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @torch.no_grad()
+    def add(
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        original: torch.Tensor,
+        swapped: torch.Tensor,
+    ) -> None:
+        """Take in the results of one call.
+
+        Args:
+            x: ``(..., width)``, what the norm was called on.
+            gain: as stored, or None.
+            bias: as stored, or None.
+            original: what the original class makes of ``x``.
+            swapped: what the swapped norm made of ``x``.
+        """
+        if original.dtype != swapped.dtype or original.shape != swapped.shape:
+            self.problems.append(
+                f"returned {swapped.dtype} {tuple(swapped.shape)} where the original returns "
+                f"{original.dtype} {tuple(original.shape)}"
+            )
+            return
+        if swapped.numel() == 0:
+            return
+        rounding = self.spec.rounding(x.dtype, None if gain is None else gain.dtype)
+        self.dtype, self.middle, self.twice = original.dtype, rounding.middle, rounding.twice
+        exact = self.spec.compute_exact(x, gain, bias)
+        at, n, g = _scales(self.spec, x, gain, bias, exact)
+        original, swapped = original.detach(), swapped.detach()
+        finite = original.isfinite() & swapped.isfinite()
+        same_pattern = (original == swapped) | (original.isnan() & swapped.isnan()) | finite
+        self.nonfinite_differs += int((~same_pattern).sum())
+        gap = (original.double() - swapped.double()).abs()
+        noise = gap <= FLOAT32_NOISE * ulp_size(at, torch.float32)
+        if original.dtype in _HALF:
+            ulp = ulp_distance(original, swapped)
+            ulp = torch.where(noise, torch.zeros_like(ulp), ulp)
+        elif self.twice and self.middle is not None:
+            unit = ulp_size(n, self.middle) * g
+            ulp = torch.where(noise, torch.zeros_like(gap), gap / unit)
+        else:
+            ulp = ulp_distance(original, swapped, at)
+        ulp = torch.where(finite, ulp, torch.zeros_like(ulp))
+        known = finite & exact.isfinite()
+        unit = ulp_size(torch.maximum(at, exact.abs()), original.dtype)
+        off_original = torch.where(known, original.double() - exact, 0.0)
+        off_swapped = torch.where(known, swapped.double() - exact, 0.0)
+        self.calls += 1
+        self.elements += original.numel()
+        self.max_ulp = max(self.max_ulp, float(ulp.max()))
+        self.sum_ulp += float(ulp.sum())
+        bits = (original == swapped) | (original.isnan() & swapped.isnan())
+        self.identical += int(bits.sum())
+        self.agreeing += int((bits | noise).sum())
+        self.exact_ulp_original = max(self.exact_ulp_original, float((off_original.abs() / unit).max()))
+        self.exact_ulp_swapped = max(self.exact_ulp_swapped, float((off_swapped.abs() / unit).max()))
+        self.square_original += float(off_original.pow(2).sum())
+        self.square_swapped += float(off_swapped.pow(2).sum())
+        self.square_exact += float(torch.where(known, exact, 0.0).pow(2).sum())
+
+
+def _scales(
+    spec: NormSpec,
+    x: torch.Tensor,
+    gain: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    exact: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The largest term behind each result, the normalised row, and the effective gain's magnitude; float64."""
+    g = torch.ones((), dtype=torch.float64, device=x.device)
+    if gain is not None:
+        g = (gain.double() + spec.offset).abs()
+    scaled = exact if bias is None else exact - bias.double()
+    n = spec.compute_exact(x, None, None)
+    at = scaled.abs()
+    if bias is not None:
+        at = torch.maximum(at, bias.double().abs())
+    if spec.kind == "layer":
+        wide = x.double()
+        variance = wide.var(-1, unbiased=False, keepdim=True)
+        at = torch.maximum(at, (wide.pow(2).mean(-1, keepdim=True) / (variance + spec.eps)).sqrt() * g)
+    return at, n, g
+
+
+@contextmanager
+def watching(norms: list[NormUnderTest]) -> Iterator[dict[str, NormMeter]]:
+    """Measure each norm on every call that is made to it inside the ``with`` block.
+
+    Args:
+        norms: the norms to watch; their hooks are gone when the block ends, however it ends.
+
+    Yields:
+        A meter for each norm's name, filled as the model runs.
+    """
+    meters = {norm.name: NormMeter(norm.spec) for norm in norms}
+    handles = []
+    try:
+        for norm in norms:
+            hook = _hook(norm, meters[norm.name])
+            handles.append(norm.module.register_forward_hook(hook, with_kwargs=True))
+        yield meters
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(norm: NormUnderTest, meter: NormMeter) -> Callable[..., None]:
+    busy = False
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal busy
+        # An original that calls its module again would measure itself.
+        if busy:
+            return
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if x is None or not isinstance(output, torch.Tensor):
+            meter.problems.append(f"returned {type(output).__name__}, expected one tensor for one tensor")
+            return
+        busy = True
+        try:
+            with torch.no_grad():
+                x, output = _sample(x.detach(), output.detach())
+                meter.add(x, norm.gain(), norm.bias(), norm.original(x), output)
+        finally:
+            busy = False
+
+    return hook
+
+
+def _sample(x: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep evenly spaced rows of a large call; a small one is taken as it is, strides and all."""
+    if x.numel() <= _SAMPLE or x.dim() < 2 or x.shape != output.shape:
+        return x, output
+    rows = x.numel() // x.shape[-1]
+    keep = max(1, _SAMPLE // x.shape[-1])
+    if keep >= rows:
+        return x, output
+    index = torch.linspace(0, rows - 1, keep, dtype=torch.float64).round().long().to(x.device)
+    return x.reshape(rows, -1)[index], output.reshape(rows, -1)[index]
