@@ -56,9 +56,7 @@ def locate(model: str | Path, *, revision: str | None, weights: bool) -> tuple[P
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise UsageError(
-                f"expected a Hub id with a revision, got the folder {name}; leave the revision out"
-            )
+            raise UsageError(f"expected a Hub id with a revision, got the folder {name}; leave the revision out")
         return path, _commit_of(path)
     if path.exists():
         raise CheckpointError(f"expected the folder of a checkpoint, got the file {name}; give its folder")

@@ -87,9 +87,7 @@ def build_meta(source: Source) -> nn.Module:
     return model.eval()
 
 
-def load_model(
-    source: Source, *, dtype: torch.dtype, device: str | torch.device = "cpu", **kwargs: Any
-) -> nn.Module:
+def load_model(source: Source, *, dtype: torch.dtype, device: str | torch.device = "cpu", **kwargs: Any) -> nn.Module:
     """Load the model with its weights, in eval mode.
 
     Tensors that the checkpoint holds and the model does not use are fine. Tensors that the model needs and
@@ -163,9 +161,7 @@ def _remote_reference(auto_map: dict[str, Any], named: str | None) -> str | None
         if isinstance(value, str) and value.split(".")[-1] == named:
             return value
     order = [f"AutoModelFor{head}" for head in (*_CAUSAL_FIRST, *_OTHER_HEADS)]
-    ranked = sorted(
-        models, key=lambda key: (key == "AutoModel", order.index(key) if key in order else len(order))
-    )
+    ranked = sorted(models, key=lambda key: (key == "AutoModel", order.index(key) if key in order else len(order)))
     return models[ranked[0]] if ranked else None
 
 
@@ -176,9 +172,7 @@ def _remote_class(source: Source, reference: str) -> type:
         with quiet():
             return get_class_from_dynamic_module(reference, str(source.path), local_files_only=True)
     except Exception as error:
-        raise ModelError(
-            f"cannot load {reference} from the code of {source.name}: {first_line(error)}"
-        ) from error
+        raise ModelError(f"cannot load {reference} from the code of {source.name}: {first_line(error)}") from error
 
 
 def _quantization(config: transformers.PretrainedConfig) -> str | None:

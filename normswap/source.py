@@ -101,15 +101,11 @@ def _config(path: Path, data: dict[str, Any], trust: bool) -> transformers.Pretr
         )
     try:
         with quiet():
-            return transformers.AutoConfig.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=trust
-            )
+            return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust)
     except Exception as error:
         if kind is None:
             raise CheckpointError(
                 f"expected a model_type in {path / 'config.json'}, there is none; give the folder of a "
                 "transformers model"
             ) from error
-        raise ModelError(
-            f"cannot read {path / 'config.json'} as a {kind!r} config: {first_line(error)}"
-        ) from error
+        raise ModelError(f"cannot read {path / 'config.json'} as a {kind!r} config: {first_line(error)}") from error
