@@ -166,9 +166,7 @@ class _Maker:
         top = min([length, *caps, *([max(len(row) for row in rows)] if rows else [])])
         # RoBERTa and its kin lose as many positions as the padding id plus one.
         lost = (text.integer("pad_token_id", default=1) or 1) + 1
-        return [
-            n for n in dict.fromkeys((top, top - 2, top - lost, top // 2, top // 4, 16, 8)) if 1 < n <= top
-        ]
+        return [n for n in dict.fromkeys((top, top - 2, top - lost, top // 2, top // 4, 16, 8)) if 1 < n <= top]
 
     def tokens(self, rows: list[list[int]], length: int) -> list[dict[str, Any]]:
         if rows:
@@ -243,9 +241,7 @@ class _Maker:
     def repeat(self, name: str, *shape: int) -> list[dict[str, Any]]:
         return [{name: self.draw(*shape)} for _ in range(self.sequences)]
 
-    def finish(
-        self, kind: str, text: list[dict[str, Any]] | None, media: list[dict[str, Any]] | None
-    ) -> Candidate:
+    def finish(self, kind: str, text: list[dict[str, Any]] | None, media: list[dict[str, Any]] | None) -> Candidate:
         if text is None:
             assert media is not None
             batches = [dict(batch) for batch in media]

@@ -6,10 +6,6 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
-from normswap.meter import NormMeter
-
 __all__ = ["Control", "Criterion", "Exact", "NormFigures", "ParityReport", "Served", "plain"]
 
 
@@ -35,10 +31,11 @@ class Criterion:
         ratio_max: fails when the ratio itself passes it.
         max_ulp: units in the last place that a norm may differ by from its original.
         max_ulp_rounded_twice: the same, where the original rounds twice.
-        float32_budget: for float32 results: distance from the truth, in float32 units, allowed per unit of the
-            original's own distance plus one.
-        identical_bf16: least fraction of bit-identical elements of a bfloat16 result.
-        identical_fp16: least fraction of bit-identical elements of a float16 result.
+        float32_budget: for float32 results, which have no coarser rounding to hide their arithmetic's: the greatest
+            distance from the float64 truth may be this many times the original's own plus one unit.
+        identical_bf16: least fraction of bit-identical elements of a bfloat16 result. The fraction that may differ
+            grows as results are smaller than the terms whose difference they are (see `NormMeter`).
+        identical_fp16: the same for a float16 result.
         min_sequences: sequences that the interval needs.
         bootstrap: resamplings behind the interval.
     """
@@ -58,14 +55,14 @@ class Criterion:
     def describe(self) -> str:
         """Say the criterion in plain words."""
         return (
-            f"exact: both models in float32 agree to {self.exact_bound:g} relative RMS. "
-            f"norms: on the served activations each norm is within {self.max_ulp:g} unit in the last place of its "
-            f"original, {self.max_ulp_rounded_twice:g} where the original rounds twice, and "
-            f"{self.identical_bf16:.2%} of its bfloat16 or {self.identical_fp16:.1%} of its float16 elements are "
-            f"bit-identical; a float32 result is at most {self.float32_budget:g} times as far from the float64 "
-            f"truth as the original plus one unit. served: the error against the reference, over the original's "
-            f"own error, is at most {self.ratio_max:g}, and its 95% bootstrap interval over sequences reaches down "
-            f"to {self.ratio_interval_low:g}. No NaN passes."
+            f"exact: both models in float32 agree to {self.exact_bound:g} relative RMS. norms: on the served "
+            f"activations each norm is within {self.max_ulp:g} unit in the last place of its original, "
+            f"{self.max_ulp_rounded_twice:g} where the original rounds twice, and {self.identical_bf16:.2%} of its "
+            f"bfloat16 or {self.identical_fp16:.1%} of its float16 elements are bit-identical (fewer where results "
+            f"are small differences of larger terms); a float32 result is at most {self.float32_budget:g} times as "
+            f"far from the float64 truth as the original plus one unit. served: the error against the reference "
+            f"is at most {self.ratio_max:g} times the original's own, and the 95% bootstrap interval of that ratio "
+            f"over sequences reaches down to {self.ratio_interval_low:g}. No NaN passes."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,6 +106,9 @@ class Exact:
 class Served:
     """Gate ``served``: errors against the reference, relative RMS over all sequences.
 
+    Every figure is None where there is no reference: an original that is served in float32 and does not run in
+    float64.
+
     Attributes:
         error_original: of the original as served.
         error_converted: of the converted model as served.
@@ -122,15 +122,15 @@ class Served:
         tokens: distributions compared; None without logits.
     """
 
-    error_original: float
-    error_converted: float
-    ratio: float
-    ratio_interval: tuple[float, float]
+    error_original: float | None
+    error_converted: float | None
+    ratio: float | None
+    ratio_interval: tuple[float, float] | None
     kl_original: float | None
     kl_converted: float | None
     top1_agreement: float | None
     top1_agreement_original: float | None
-    max_abs: float
+    max_abs: float | None
     tokens: int | None
 
 
@@ -147,6 +147,7 @@ class NormFigures:
         mean_ulp: mean of the same.
         bound_ulp: what `max_ulp` may be; None for a float32 result, which is held to its budget.
         bit_identical_fraction: fraction of elements with the original's very bits.
+        bound_identical: what that may fall to; None for a float32 result.
         error_original: relative RMS distance of the original from the float64 truth.
         error_swapped: the same for the swapped norm.
         exact_ulp_original: greatest distance of the original from the truth, in units of its largest term.
@@ -162,57 +163,12 @@ class NormFigures:
     mean_ulp: float | None
     bound_ulp: float | None
     bit_identical_fraction: float | None
+    bound_identical: float | None
     error_original: float | None
     error_swapped: float | None
     exact_ulp_original: float | None
     exact_ulp_swapped: float | None
     passed: bool | None
-
-
-def judge(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormFigures, list[str]]:
-    """Turn what a meter collected into figures and failures; each failure names the norm, figure and bound."""
-    failures = [f"norms: {name}: {problem}" for problem in dict.fromkeys(meter.problems)]
-    if meter.calls == 0:
-        empty = NormFigures(name, 0, 0, *[None] * 9, passed=False if failures else None)
-        return empty, failures
-    half = meter.dtype in (torch.float16, torch.bfloat16)
-    bound = criterion.max_ulp_rounded_twice if meter.twice else criterion.max_ulp
-    if half or meter.twice:
-        if not meter.max_ulp <= bound:
-            failures.append(f"norms: {name}: max_ulp {meter.max_ulp:.4g} above {bound:g}")
-        unit = meter.dtype if half else meter.middle
-        least = criterion.identical_bf16 if unit == torch.bfloat16 else criterion.identical_fp16
-        fraction = (meter.identical if half else meter.agreeing) / meter.elements
-        if not fraction >= least:
-            failures.append(f"norms: {name}: bit_identical_fraction {fraction:.6f} below {least:g}")
-    else:
-        budget = criterion.float32_budget * (meter.exact_ulp_original + 1)
-        if not meter.exact_ulp_swapped <= budget:
-            failures.append(
-                f"norms: {name}: {meter.exact_ulp_swapped:.4g} float32 units from the truth, above {budget:.4g} "
-                f"({criterion.float32_budget:g} x (the original's {meter.exact_ulp_original:.4g} + 1))"
-            )
-    if meter.nonfinite_differs:
-        failures.append(
-            f"norms: {name}: NaN or inf at {meter.nonfinite_differs} places where the original differs"
-        )
-    size = meter.square_exact
-    figures = NormFigures(
-        name=name,
-        calls=meter.calls,
-        elements=meter.elements,
-        dtype=str(meter.dtype).removeprefix("torch."),
-        max_ulp=meter.max_ulp,
-        mean_ulp=meter.sum_ulp / meter.elements,
-        bound_ulp=bound if half or meter.twice else None,
-        bit_identical_fraction=meter.identical / meter.elements,
-        error_original=(meter.square_original / size) ** 0.5 if size > 0 else 0.0,
-        error_swapped=(meter.square_swapped / size) ** 0.5 if size > 0 else 0.0,
-        exact_ulp_original=meter.exact_ulp_original,
-        exact_ulp_swapped=meter.exact_ulp_swapped,
-        passed=not failures,
-    )
-    return figures, failures
 
 
 @dataclass(frozen=True)

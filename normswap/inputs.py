@@ -128,9 +128,7 @@ def run(
     """
     device = torch.device(device)
     moved = {
-        key: value.to(device, dtype if value.is_floating_point() else None)
-        if torch.is_tensor(value)
-        else value
+        key: value.to(device, dtype if value.is_floating_point() else None) if torch.is_tensor(value) else value
         for key, value in batch.items()
     }
     # Some forwards draw numbers; both models must draw the same.
@@ -205,9 +203,7 @@ def _passages(text: Path | None) -> list[str]:
     return [words]
 
 
-def _encode(
-    tokenizer: Any, passages: list[str], sequences: int, length: int, *, whole: bool
-) -> list[list[int]]:
+def _encode(tokenizer: Any, passages: list[str], sequences: int, length: int, *, whole: bool) -> list[list[int]]:
     """Make rows of at most ``length`` tokens, each with the tokenizer's own special tokens around it."""
     plain = [_ids(tokenizer, passage, special=False) for passage in passages]
     before, after = _frame(tokenizer)
@@ -236,9 +232,7 @@ def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     try:
         return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
     except Exception as error:
-        raise ModelError(
-            f"the tokenizer {type(tokenizer).__name__} fails: {type(error).__name__}: {error}"
-        ) from error
+        raise ModelError(f"the tokenizer {type(tokenizer).__name__} fails: {type(error).__name__}: {error}") from error
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -18,6 +18,8 @@ __all__ = ["NormMeter", "NormUnderTest", "watching"]
 _HALF = (torch.float16, torch.bfloat16)
 # Elements of one call that are compared; rows beyond it are left out evenly.
 _SAMPLE = 1 << 18
+# One in so many elements of a float16 result may differ: of those that cancel further nothing can be said.
+_CANCELLED = 1e3
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,18 @@ class NormUnderTest:
 class NormMeter:
     """Collect how far a swapped norm is from its original and both from the float64 truth, call by call.
 
-    For an output of 16 bits an element's distance is the number of representable numbers between the two results,
-    and 0 where they differ by no more than `FLOAT32_NOISE` units of float32 at the scale
-    ``s = max(|n * g|, |b|)``, for a LayerNorm also ``rms(x) * |g| / sqrt(var + eps)`` (the scale at which the
-    mean is subtracted): a result that is the small difference of large terms has no better digits to agree on.
-    Where a float32 result went through a 16-bit value (a float32 gain on a 16-bit input), the unit is that of the
-    16-bit value times ``|g|``. Otherwise, for an output of float32, the unit is that of float32 at ``max(|out|, s)``.
+    Let ``s = max(|n * g|, |b|)``, for a LayerNorm also ``rms(x) * |g| / sqrt(var + eps)`` (what the mean is
+    subtracted from): the largest term behind a result. A small difference of large terms has no better digits to
+    agree on than those terms have in float32. So, between original and swapped:
+
+    - 16-bit result: the number of representable numbers between the two, and 0 where they differ by no more than
+      `FLOAT32_NOISE` units of float32 at ``s``. The chance that such noise flips a rounding is in proportion to
+      ``s / |out|``: `cancellation` is the mean of that (at least 1, at most `_CANCELLED`), by which the fraction of
+      differing elements may grow. It is 1 for an RMSNorm without bias.
+    - float32 result of a 16-bit row (a float32 gain on a 16-bit input): units of the row's dtype times ``|g|``.
+    - float32 result otherwise: units of float32 at ``max(|out|, s)``.
+
+    The distances from the truth are in units of the result's dtype at ``max(|out|, s)``.
     """
 
     spec: NormSpec
@@ -64,12 +72,18 @@ class NormMeter:
     identical: int = 0
     agreeing: int = 0
     nonfinite_differs: int = 0
+    sum_cancellation: float = 0.0
     exact_ulp_original: float = 0.0
     exact_ulp_swapped: float = 0.0
     square_original: float = 0.0
     square_swapped: float = 0.0
     square_exact: float = 0.0
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def cancellation(self) -> float:
+        """Mean of ``s / |out|``: 1 where no result is a difference of larger terms."""
+        return self.sum_cancellation / self.elements if self.elements else 1.0
 
     @torch.no_grad()
     def add(
@@ -124,6 +138,8 @@ class NormMeter:
         self.elements += original.numel()
         self.max_ulp = max(self.max_ulp, float(ulp.max()))
         self.sum_ulp += float(ulp.sum())
+        shrunk = torch.where(known, at / exact.abs(), 1.0).nan_to_num(1.0, _CANCELLED)
+        self.sum_cancellation += float(shrunk.clamp(1.0, _CANCELLED).sum())
         bits = (original == swapped) | (original.isnan() & swapped.isnan())
         self.identical += int(bits.sum())
         self.agreeing += int((bits | noise).sum())
@@ -141,7 +157,7 @@ def _scales(
     bias: torch.Tensor | None,
     exact: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest term behind each result, the normalised row, and the effective gain's magnitude; float64."""
+    """The largest term behind each result, the normalised row, the effective gain's magnitude; all float64."""
     g = torch.ones((), dtype=torch.float64, device=x.device)
     if gain is not None:
         g = (gain.double() + spec.offset).abs()

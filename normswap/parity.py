@@ -7,6 +7,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ import torch
 from torch import nn
 
 from normswap.errors import ModelError
-from normswap.figures import Control, Criterion, Exact, NormFigures, ParityReport, Served, judge
+from normswap.figures import Control, Criterion, Exact, NormFigures, ParityReport, Served
+from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served
 from normswap.inputs import Inputs, run
 from normswap.meter import NormUnderTest, watching
-from normswap.stats import Gap, bootstrap_ratio, gap, kl_and_top1, relative
+from normswap.stats import Gap, Tokens, compare_tokens, gap, relative
 
 __all__ = ["Criterion", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
 
 Loader = Callable[[torch.dtype], nn.Module]
+Progress = Callable[[str, int, int], None]
 
 
 def measure(
@@ -35,7 +38,7 @@ def measure(
     device: torch.device | str,
     backend: str,
     criterion: Criterion | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> ParityReport:
     """Run original and converted on the same inputs and judge by three gates.
 
@@ -53,7 +56,7 @@ def measure(
         device: where they run.
         backend: which implementation of the norms runs; goes to the report.
         criterion: the bounds; the project's by default.
-        progress: called with a few words before each step.
+        progress: called with (stage, done, total) before each step.
 
     Returns:
         The figures and the verdict.
@@ -64,48 +67,65 @@ def measure(
     criterion = criterion or Criterion()
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         session = _Session(original, converted, norms, inputs, torch.device(device), criterion, Path(folder))
-        session.progress = progress or (lambda text: None)
+        session.progress = progress or session.progress
         return session.report(dtype, backend)
 
 
+@dataclass
+class _Run:
+    """What one pass of a model over the inputs gave."""
+
+    exact: Exact | None = None
+    gaps: list[Gap] = field(default_factory=list)
+    tokens: Tokens | None = None
+    norms: list[NormFigures] = field(default_factory=list)
+
+    def compare(self, reference: torch.Tensor, tensor: torch.Tensor, *, logits: bool) -> None:
+        self.gaps.append(gap(tensor, reference))
+        if logits:
+            found = compare_tokens(reference, tensor)
+            self.tokens = found if self.tokens is None else self.tokens + found
+
+
+@dataclass
 class _Session:
     """One measurement: its parameters, and the failures and notes it gathers."""
 
-    progress: Callable[[str], None]
-
-    def __init__(
-        self,
-        original: Loader,
-        converted: Loader,
-        norms: Callable[[nn.Module], list[NormUnderTest]],
-        inputs: Inputs,
-        device: torch.device,
-        criterion: Criterion,
-        folder: Path,
-    ) -> None:
-        self.original, self.converted, self.norms = original, converted, norms
-        self.inputs, self.device, self.criterion, self.folder = inputs, device, criterion, folder
-        self.failures: list[str] = []
-        self.notes: list[str] = []
-        self.output: dict[str, Any] = {}
+    original: Loader
+    converted: Loader
+    norms: Callable[[nn.Module], list[NormUnderTest]]
+    inputs: Inputs
+    device: torch.device
+    criterion: Criterion
+    folder: Path
+    progress: Progress = lambda stage, done, total: None
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    output: dict[str, Any] = field(default_factory=dict)
 
     def report(self, dtype: torch.dtype, backend: str) -> ParityReport:
         if len(self.inputs.batches) < self.criterion.min_sequences:
             self.notes.append(
-                f"{len(self.inputs.batches)} sequences are fewer than the {self.criterion.min_sequences} that the "
-                f"interval needs; give more text"
+                f"expected at least {self.criterion.min_sequences} sequences for the interval, got "
+                f"{len(self.inputs.batches)}; give more text"
             )
-        reference_dtype = torch.float64 if dtype == torch.float32 else torch.float32
-        self.spool("reference", reference_dtype)
         if dtype == torch.float32:
-            gaps_a, words_a = self.serve_original(dtype, keep="float32")
-            exact, gaps_b, words_b, figures = self.run_converted(dtype, exact="float32", served=True)
+            # Float32 against itself would have no error to compare with.
+            reference_dtype, reference = torch.float64, self.float64_reference()
+            a = self.run_original(dtype, reference, keep="float32")
+            b = self.run_converted(dtype, reference, exact="float32", served=True)
+            exact = b.exact
         else:
-            exact, *_ = self.run_converted(torch.float32, exact="reference", served=False)
-            gaps_a, words_a = self.serve_original(dtype, keep=None)
-            _, gaps_b, words_b, figures = self.run_converted(dtype, exact=None, served=True)
+            reference_dtype, reference = torch.float32, "reference"
+            self.run_original(torch.float32, None, keep=reference)
+            exact = self.run_converted(torch.float32, None, exact=reference, served=False).exact
+            a = self.run_original(dtype, reference, keep=None)
+            b = self.run_converted(dtype, reference, exact=None, served=True)
         assert exact is not None
-        served = self.judge_served(gaps_a, gaps_b, words_a, words_b)
+        served = Served(*[None] * 10)
+        if reference is not None:
+            served, failures = judge_served(a.gaps, b.gaps, a.tokens, b.tokens, self.criterion)
+            self.failures += failures
         return ParityReport(
             failures=self.failures,
             notes=self.notes,
@@ -119,13 +139,20 @@ class _Session:
             output=self.output,
             exact=exact,
             logits=served,
-            norms=figures,
+            norms=b.norms,
             versions=_versions(),
         )
 
+    def float64_reference(self) -> str | None:
+        try:
+            self.run_original(torch.float64, None, keep="reference")
+        except ModelError as error:
+            self.notes.append(f"no reference, so errors as served are not measured, only exact and norms: {error}")
+            return None
+        return "reference"
+
     @contextmanager
     def loaded(self, loader: Loader, dtype: torch.dtype) -> Iterator[nn.Module]:
-        """Load a model, and let go of it at the end."""
         model = loader(dtype).eval()
         first = next(model.parameters(), None)
         if first is not None and first.device.type != self.device.type:
@@ -141,7 +168,7 @@ class _Session:
     def outputs(self, model: nn.Module, dtype: torch.dtype, what: str) -> Iterator[tuple[int, torch.Tensor]]:
         count = len(self.inputs.batches)
         for index, batch in enumerate(self.inputs.batches):
-            self.progress(f"{what} in {_name(dtype)}: sequence {index + 1} of {count}")
+            self.progress(f"{what} in {_name(dtype)}", index, count)
             name, tensor = run(model, batch, dtype, self.device)
             self.output = self.output or {"name": name, "shape": list(tensor.shape)}
             if name != self.output["name"]:
@@ -154,168 +181,84 @@ class _Session:
     def load(self, name: str, index: int) -> torch.Tensor:
         return torch.load(self.folder / f"{name}-{index}.pt", weights_only=True, map_location=self.device)
 
-    def spool(self, name: str, dtype: torch.dtype) -> None:
+    def run_original(self, dtype: torch.dtype, reference: str | None, keep: str | None) -> _Run:
+        """Run the original, compare it with the reference and keep its outputs, each if a name is given."""
+        result = _Run()
         with self.loaded(self.original, dtype) as model:
             for index, tensor in self.outputs(model, dtype, "original"):
-                self.refuse_nonfinite(tensor, dtype, index)
-                self.save(name, index, tensor)
-
-    def serve_original(
-        self, dtype: torch.dtype, keep: str | None
-    ) -> tuple[list[Gap], tuple[float, int, int] | None]:
-        gaps: list[Gap] = []
-        words: list[tuple[float, int, int]] = []
-        with self.loaded(self.original, dtype) as model:
-            for index, tensor in self.outputs(model, dtype, "original"):
-                self.refuse_nonfinite(tensor, dtype, index)
+                if count := int((~tensor.isfinite()).sum()):
+                    self.failures.append(
+                        f"served: the original itself gives {count} NaN or infinite values in {_name(dtype)} on "
+                        f"sequence {index + 1}; nothing can be compared with them"
+                    )
                 if keep is not None:
                     self.save(keep, index, tensor)
-                self.compare(index, tensor, gaps, words)
-        return gaps, _total(words)
+                if reference is not None:
+                    self.compare(result, reference, index, tensor)
+        return result
 
-    def compare(
-        self, index: int, tensor: torch.Tensor, gaps: list[Gap], words: list[tuple[float, int, int]]
-    ) -> None:
-        reference = self.load("reference", index)
-        gaps.append(gap(tensor, reference))
-        if self.output["name"] == "logits":
-            words.append(kl_and_top1(reference, tensor))
+    def compare(self, result: _Run, reference: str, index: int, tensor: torch.Tensor) -> None:
+        result.compare(self.load(reference, index), tensor, logits=self.output["name"] == "logits")
 
-    def refuse_nonfinite(self, tensor: torch.Tensor, dtype: torch.dtype, index: int) -> None:
-        if count := int((~tensor.isfinite()).sum()):
-            self.failures.append(
-                f"served: the original itself gives {count} NaN or infinite values in {_name(dtype)} on sequence "
-                f"{index + 1}; nothing can be compared with them"
-            )
-
-    def run_converted(
-        self, dtype: torch.dtype, *, exact: str | None, served: bool
-    ) -> tuple[Exact | None, list[Gap], tuple[float, int, int] | None, list[NormFigures]]:
-        """Run the converted model once, for the gates that this dtype serves."""
-        gaps: list[Gap] = []
+    def run_converted(self, dtype: torch.dtype, reference: str | None, *, exact: str | None, served: bool) -> _Run:
+        """Run the converted model once: against the original's outputs named ``exact``, and as served."""
+        result = _Run()
         exact_gaps: list[Gap] = []
-        words: list[tuple[float, int, int]] = []
-        result: Exact | None = None
-        figures: list[NormFigures] = []
         with self.loaded(self.converted, dtype) as model:
             under_test = self.norms(model)
             with _reached(under_test) as order, watching(under_test if served else []) as meters:
                 for index, tensor in self.outputs(model, dtype, "converted"):
                     if exact is not None:
                         exact_gaps.append(gap(tensor, self.load(exact, index)))
-                    if served:
-                        self.compare(index, tensor, gaps, words)
+                    if reference is not None:
+                        self.compare(result, reference, index, tensor)
             if exact is not None:
-                control = self.control(model, dtype, [norm for norm in order if norm in under_test], exact)
-                result = self.judge_exact(exact_gaps, control)
+                control = self.control(model, dtype, list(order.values()), exact)
+                result.exact, failures = judge_exact(exact_gaps, control, self.criterion)
+                self.failures += failures
         if served:
             for name, meter in meters.items():
-                entry, failed = judge(name, meter, self.criterion)
-                figures.append(entry)
-                self.failures += failed
-            self.judge_reach(figures)
-        return result, gaps, _total(words), figures
+                figures, failures = judge_norm(name, meter, self.criterion)
+                result.norms.append(figures)
+                self.failures += failures
+            failures, notes = judge_reach(result.norms)
+            self.failures += failures
+            self.notes += notes
+        return result
 
-    def control(
-        self, model: nn.Module, dtype: torch.dtype, reached: list[NormUnderTest], exact: str
-    ) -> Control | None:
+    def control(self, model: nn.Module, dtype: torch.dtype, reached: list[NormUnderTest], exact: str) -> Control | None:
         """Disturb one norm and see whether the exact gate would notice; the last one first, it is the surest."""
         best: Control | None = None
-        picks = (
-            [reached[at] for at in dict.fromkeys((-1 % len(reached), 0, len(reached) // 2))]
-            if reached
-            else []
-        )
         reference = self.load(exact, 0)
-        for norm in picks:
-            self.progress(f"negative control on {norm.name}")
-            handle = norm.module.register_forward_hook(_disturb(self.criterion.control_scale))
+        for at in dict.fromkeys((len(reached) - 1, 0, len(reached) // 2) if reached else ()):
+            norm, scale = reached[at], self.criterion.control_scale
+            handle = norm.module.register_forward_hook(_disturb(scale))
             try:
                 _, tensor = run(model, self.inputs.batches[0], dtype, self.device)
             finally:
                 handle.remove()
             found = gap(tensor, reference)
             error = relative([found.error], [found.size])
-            control = Control(
-                norm.name, self.criterion.control_scale, error, error > self.criterion.exact_bound
-            )
-            best = best if best is not None and not control.error > best.error else control
+            control = Control(norm.name, scale, error, error > self.criterion.exact_bound)
             if control.detected:
                 return control
+            best = control if best is None or control.error > best.error else best
         return best
-
-    def judge_exact(self, gaps: list[Gap], control: Control | None) -> Exact:
-        bound = self.criterion.exact_bound
-        error = relative([entry.error for entry in gaps], [entry.size for entry in gaps])
-        if not error <= bound:
-            self.failures.append(f"exact: error {error:.3g} above {bound:g}")
-        if control is not None and not control.detected:
-            self.failures.append(
-                f"exact: the gate is blind here: {control.scale:g} times every other channel of {control.norm} moves "
-                f"the output by {control.error:.3g} only, not above {bound:g}"
-            )
-        return Exact(error, bound, control)
-
-    def judge_reach(self, figures: list[NormFigures]) -> None:
-        missed = [entry.name for entry in figures if entry.calls == 0]
-        if figures and len(missed) == len(figures):
-            self.failures.append(f"norms: none of the {len(figures)} swapped norms was reached by the inputs")
-        elif not figures:
-            self.failures.append("norms: the converted model has no swapped norm")
-        elif missed:
-            self.notes.append(f"not reached by the inputs: {', '.join(missed)}")
-
-    def judge_served(
-        self,
-        original: list[Gap],
-        converted: list[Gap],
-        words_a: tuple[float, int, int] | None,
-        words_b: tuple[float, int, int] | None,
-    ) -> Served:
-        sizes = [entry.size for entry in original]
-        errors_a, errors_b = [entry.error for entry in original], [entry.error for entry in converted]
-        ratio, low, high = bootstrap_ratio(errors_b, errors_a, self.criterion.bootstrap)
-        worse = sum(b.nonfinite > a.nonfinite for a, b in zip(original, converted, strict=True))
-        if worse:
-            self.failures.append(f"served: NaN or inf in {worse} sequences where the original has none")
-        if sum(errors_a) == 0 and sum(errors_b) > 0:
-            self.failures.append(
-                "served: ratio is infinite: the original as served equals the reference, the converted does not"
-            )
-        elif not ratio <= self.criterion.ratio_max:
-            self.failures.append(f"served: ratio {ratio:.4g} above {self.criterion.ratio_max:g}")
-        if not low <= self.criterion.ratio_interval_low:
-            self.failures.append(
-                f"served: ratio_interval [{low:.4g}, {high:.4g}] lies above {self.criterion.ratio_interval_low:g}"
-            )
-        return Served(
-            error_original=relative(errors_a, sizes),
-            error_converted=relative(errors_b, sizes),
-            ratio=ratio,
-            ratio_interval=(low, high),
-            kl_original=words_a[0] / words_a[2] if words_a else None,
-            kl_converted=words_b[0] / words_b[2] if words_b else None,
-            top1_agreement=words_b[1] / words_b[2] if words_b else None,
-            top1_agreement_original=words_a[1] / words_a[2] if words_a else None,
-            max_abs=_peak([entry.max_abs for entry in converted]),
-            tokens=words_b[2] if words_b else None,
-        )
 
 
 @contextmanager
-def _reached(norms: list[NormUnderTest]) -> Iterator[list[NormUnderTest]]:
-    """List the norms that are called, in the order of their last call."""
-    order: list[NormUnderTest] = []
-    handles = []
+def _reached(norms: list[NormUnderTest]) -> Iterator[dict[str, NormUnderTest]]:
+    """Collect the norms that are called, in the order of their last call."""
+    order: dict[str, NormUnderTest] = {}
 
     def note(norm: NormUnderTest) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if norm in order:
-                order.remove(norm)
-            order.append(norm)
+            order.pop(norm.name, None)
+            order[norm.name] = norm
 
         return hook
 
+    handles = []
     try:
         for norm in norms:
             handles.append(norm.module.register_forward_pre_hook(note(norm)))
@@ -333,16 +276,6 @@ def _disturb(scale: float) -> Callable[..., torch.Tensor]:
         return output * factor
 
     return hook
-
-
-def _total(words: list[tuple[float, int, int]]) -> tuple[float, int, int] | None:
-    if not words:
-        return None
-    return sum(w[0] for w in words), sum(w[1] for w in words), sum(w[2] for w in words)
-
-
-def _peak(values: list[float]) -> float:
-    return float("nan") if any(value != value for value in values) else max(values, default=0.0)
 
 
 def _name(dtype: torch.dtype) -> str:

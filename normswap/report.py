@@ -78,7 +78,7 @@ def _gates(report: ParityReport) -> list[list[str]]:
     rows += [["norms", "FAIL" if "norms" in failed else "ok", *entry] for entry in _norm_summary(report)[:1]]
     rows += [["", "", *entry] for entry in _norm_summary(report)[1:]]
     bounds = report.criterion
-    low, high = served.ratio_interval
+    low, high = served.ratio_interval or (None, None)
     rows += [
         row("served", "error, converted / original", number(served.ratio, 4), f"<= {bounds.ratio_max:g}"),
         row("served", "its 95% interval", f"{number(low, 4)} to {number(high, 4)}",
@@ -144,9 +144,7 @@ def render_inspection(rows: Sequence[dict[str, Any]]) -> str:
     totals: Counter[str] = Counter()
     for row in rows:
         totals[row["action"]] += row["count"]
-        words = (
-            spec_words(row["spec"]) if row["spec"] and row["action"] != "refuse" else str(row["reason"] or "")
-        )
+        words = spec_words(row["spec"]) if row["spec"] and row["action"] != "refuse" else str(row["reason"] or "")
         table.append([row["pattern"], row["class"], str(row["count"]), row["action"], words])
     total = sum(totals.values())
     parts = ", ".join(f"{count} to {action}" for action, count in totals.items())
@@ -173,9 +171,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def _wrap(text: str, label: str) -> list[str]:
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
-    )
+    return textwrap.wrap(text, _WIDTH, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False)
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -185,9 +181,7 @@ def _table(rows: list[list[str]]) -> list[str]:
     widest = widths.index(max(widths))
     widths[widest] = max(12, min(widths[widest], _WIDTH - gaps - sum(widths) + widths[widest]))
     return [
-        "  ".join(
-            _shorten(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
+        "  ".join(_shorten(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
 

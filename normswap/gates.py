@@ -1,0 +1,166 @@
+"""The three gates: figures in, verdicts out. Every comparison is written so that a NaN fails it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from normswap.figures import Control, Criterion, Exact, NormFigures, Served
+from normswap.meter import NormMeter
+from normswap.stats import Gap, Tokens, bootstrap_ratio, relative
+
+__all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def judge_exact(gaps: Sequence[Gap], control: Control | None, criterion: Criterion) -> tuple[Exact, list[str]]:
+    """Judge both models in float32.
+
+    Args:
+        gaps: distance of the converted model from the original, one a sequence.
+        control: the negative control; None where no norm was reached.
+        criterion: the bounds.
+
+    Returns:
+        The figures, and the failures in words.
+    """
+    bound = criterion.exact_bound
+    error = relative([entry.error for entry in gaps], [entry.size for entry in gaps])
+    failures = []
+    if not error <= bound:
+        failures.append(f"exact: error {error:.3g} above {bound:g}")
+    if control is not None and not control.detected:
+        failures.append(
+            f"exact: the gate is blind here: {control.scale:g} times every other channel of {control.norm} moves "
+            f"the output by {control.error:.3g} only, not above {bound:g}"
+        )
+    return Exact(error, bound, control), failures
+
+
+def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormFigures, list[str]]:
+    """Judge one norm on the served activations.
+
+    Args:
+        name: of the norm.
+        meter: what was collected about it.
+        criterion: the bounds.
+
+    Returns:
+        The figures, and the failures; each names the norm, the figure and the bound.
+    """
+    failures = [f"norms: {name}: {problem}" for problem in dict.fromkeys(meter.problems)]
+    if meter.elements == 0:
+        passed = False if failures else None
+        return NormFigures(name, meter.calls, 0, None, *[None] * 9, passed), failures
+    coarse = meter.dtype in _HALF or meter.twice
+    bound = criterion.max_ulp_rounded_twice if meter.twice else criterion.max_ulp
+    unit = meter.dtype if meter.dtype in _HALF else meter.middle
+    base = criterion.identical_bf16 if unit == torch.bfloat16 else criterion.identical_fp16
+    least = max(0.0, 1 - (1 - base) * meter.cancellation)
+    if coarse:
+        # A float32 product of equal 16-bit rows may be rounded otherwise where it is fused with the bias.
+        same = (meter.identical if meter.dtype in _HALF else meter.agreeing) / meter.elements
+        if not meter.max_ulp <= bound:
+            failures.append(f"norms: {name}: max_ulp {meter.max_ulp:.4g} above {bound:g}")
+        if not same >= least:
+            failures.append(f"norms: {name}: bit_identical_fraction {same:.6f} below {least:.6f}")
+    else:
+        budget = criterion.float32_budget * (meter.exact_ulp_original + 1)
+        if not meter.exact_ulp_swapped <= budget:
+            failures.append(
+                f"norms: {name}: {meter.exact_ulp_swapped:.4g} float32 units from the truth, above {budget:.4g} = "
+                f"{criterion.float32_budget:g} x (the original's {meter.exact_ulp_original:.4g} + 1)"
+            )
+    if meter.nonfinite_differs:
+        failures.append(
+            f"norms: {name}: NaN or inf at {meter.nonfinite_differs} places where the original has another value"
+        )
+    size = meter.square_exact
+    figures = NormFigures(
+        name=name,
+        calls=meter.calls,
+        elements=meter.elements,
+        dtype=str(meter.dtype).removeprefix("torch."),
+        max_ulp=meter.max_ulp,
+        mean_ulp=meter.sum_ulp / meter.elements,
+        bound_ulp=bound if coarse else None,
+        bit_identical_fraction=meter.identical / meter.elements,
+        bound_identical=least if coarse else None,
+        error_original=relative([meter.square_original], [size]),
+        error_swapped=relative([meter.square_swapped], [size]),
+        exact_ulp_original=meter.exact_ulp_original,
+        exact_ulp_swapped=meter.exact_ulp_swapped,
+        passed=not failures,
+    )
+    return figures, failures
+
+
+def judge_reach(norms: Sequence[NormFigures]) -> tuple[list[str], list[str]]:
+    """Say which norms the inputs did not reach.
+
+    Returns:
+        Failures, when none was reached, and notes, when some were not.
+    """
+    missed = [entry.name for entry in norms if entry.calls == 0]
+    if not norms:
+        return ["norms: the converted model has no swapped norm"], []
+    if len(missed) == len(norms):
+        return [f"norms: none of the {len(norms)} swapped norms was reached by the inputs"], []
+    if missed:
+        return [], [f"{len(missed)} norms not reached by the inputs: {', '.join(missed)}"]
+    return [], []
+
+
+def judge_served(
+    original: Sequence[Gap],
+    converted: Sequence[Gap],
+    tokens_original: Tokens | None,
+    tokens_converted: Tokens | None,
+    criterion: Criterion,
+) -> tuple[Served, list[str]]:
+    """Judge the models as served by their distances from the reference.
+
+    Args:
+        original: distance of the original, one a sequence.
+        converted: distance of the converted model, one a sequence.
+        tokens_original: the original's next-token distributions beside the reference's; None without logits.
+        tokens_converted: the same for the converted model.
+        criterion: the bounds.
+
+    Returns:
+        The figures, and the failures in words.
+    """
+    failures = []
+    sizes = [entry.size for entry in original]
+    errors_a, errors_b = [entry.error for entry in original], [entry.error for entry in converted]
+    ratio, low, high = bootstrap_ratio(errors_b, errors_a, criterion.bootstrap)
+    worse = sum(b.nonfinite > a.nonfinite for a, b in zip(original, converted, strict=True))
+    if worse:
+        failures.append(f"served: NaN or inf in {worse} sequences where the original has fewer or none")
+    if math.isinf(ratio):
+        failures.append("served: ratio is infinite: the original equals the reference, the converted model does not")
+    else:
+        if not ratio <= criterion.ratio_max:
+            failures.append(f"served: ratio {ratio:.4g} above {criterion.ratio_max:g}")
+        if not low <= criterion.ratio_interval_low:
+            failures.append(
+                f"served: ratio_interval [{low:.4g}, {high:.4g}] lies above {criterion.ratio_interval_low:g}"
+            )
+    peaks = [entry.max_abs for entry in converted]
+    a, b = tokens_original, tokens_converted
+    served = Served(
+        error_original=relative(errors_a, sizes),
+        error_converted=relative(errors_b, sizes),
+        ratio=ratio,
+        ratio_interval=(low, high),
+        kl_original=a.kl / a.count if a else None,
+        kl_converted=b.kl / b.count if b else None,
+        top1_agreement=b.same / b.count if b else None,
+        top1_agreement_original=a.same / a.count if a else None,
+        max_abs=math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks, default=0.0),
+        tokens=b.count if b else None,
+    )
+    return served, failures
