@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +13,16 @@ from torch import nn
 from normswap import checkpoint as ckpt
 from normswap import loading, modules
 from normswap.errors import CheckpointError, ParityError, UsageError
-from normswap.inputs import Inputs, make_inputs
 from normswap.loading import Source
-from normswap.parity import Criterion, NormUnderTest, ParityReport, measure
+from normswap.measuring import Serving, measure_modules, measure_sources, named_dtype
+from normswap.parity import Criterion, ParityReport
+from normswap.patching import Patterns, apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
 from normswap.spec import NormSpec
 
 __all__ = ["Conversion", "Inspection", "convert", "inspect", "load", "patch", "unpatch", "verify"]
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
-Patterns = str | Iterable[str] | None
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -65,91 +63,6 @@ class Conversion:
     report: ParityReport | None
 
 
-def patch(
-    model: ModelT,
-    *,
-    backend: str = "auto",
-    include: Patterns = None,
-    exclude: Patterns = None,
-    verify: bool = True,
-) -> ModelT:
-    """Swap every norm that can be proved for its fused implementation, in place.
-
-    Parameters stay the same objects under the same keys; `unpatch` undoes it; patching twice is harmless.
-
-    Args:
-        model: any module, on any device (the meta device too).
-        backend: ``"auto"`` (Triton on a GPU, ``cpu`` on the CPU), ``"triton"``, ``"cpu"`` or ``"interpret"``.
-        include: shell patterns of module names; only these are swapped.
-        exclude: shell patterns of module names that are left alone.
-        verify: compare each distinct norm with its original on the spot, before anything is changed.
-
-    Returns:
-        The same model.
-
-    Raises:
-        NothingToPatchError: no norm can be swapped; the message has the reasons.
-        ParityError: a fused norm is out of the unit bound; nothing was changed.
-        BackendError: the backend cannot run on the model's device.
-        UsageError: an include pattern matches no norm.
-
-    Example:
-        >>> import torch, normswap
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-        >>> normswap.patch(model)[1]
-        LayerNorm((8,), eps=1e-05, elementwise_affine=True, normswap='auto')
-    """
-    plan = make_plan(model, include=include, exclude=exclude)
-    plan.require_swaps()
-    _apply(model, plan, backend=backend, verify=verify)
-    return model
-
-
-def _apply(model: nn.Module, plan: Plan, *, backend: str, verify: bool) -> None:
-    chosen = [(decision, model.get_submodule(decision.name)) for decision in plan.swaps]
-    for device in {_device_of(module) for _, module in chosen}:
-        modules.resolve_backend(backend, device)
-    if verify:
-        seen = set()
-        for decision, module in chosen:
-            assert decision.spec is not None
-            key = (decision.key, _device_of(module), _dtype_of(module))
-            if key not in seen:
-                seen.add(key)
-                modules.check_swap(module, decision.name, decision.spec, backend)
-    for decision, module in chosen:
-        assert decision.spec is not None
-        modules.swap(module, decision.spec, backend)
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    tensor = next(module.parameters(), None)
-    # Meta tensors are offloaded or not loaded yet; what runs will be brought to the CPU at least.
-    return torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype | None:
-    tensor = next(module.parameters(), None)
-    return None if tensor is None else tensor.dtype
-
-
-def unpatch(model: ModelT) -> ModelT:
-    """Put back every original norm, in place; a model without swapped norms is returned as it is.
-
-    Raises:
-        ModelError: a swapped norm was wrapped by something else since (FSDP); nothing was changed.
-
-    Example:
-        >>> import torch, normswap
-        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
-        >>> normswap.unpatch(normswap.patch(model))[0]
-        LayerNorm((8,), eps=1e-05, elementwise_affine=True)
-    """
-    for _, module, _ in list(modules.fused_norms(model)):
-        modules.unswap(module)
-    return model
-
-
 def inspect(
     model: nn.Module | str | Path,
     *,
@@ -177,16 +90,11 @@ def inspect(
         'swap'
     """
     if isinstance(model, nn.Module):
-        config = getattr(model, "config", None)
-        found = Inspection(type(model).__name__, getattr(config, "model_type", None), _plan(model, include, exclude))
-        return found
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        return Inspection(type(model).__name__, model_type, make_plan(model, include=include, exclude=exclude))
     source = loading.resolve(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
-    plan = _plan(loading.build_meta(source), include, exclude)
+    plan = make_plan(loading.build_meta(source), include=include, exclude=exclude)
     return Inspection(source.name, source.config.model_type, plan)
-
-
-def _plan(model: nn.Module, include: Patterns, exclude: Patterns) -> Plan:
-    return make_plan(model, include=include, exclude=exclude)
 
 
 def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module:
@@ -212,8 +120,9 @@ def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module
             f"expected a folder with {ckpt.MANIFEST}, got {source.path} without; convert it first with "
             "`normswap patch`, or load it with transformers and call normswap.patch(model)"
         )
-    model = loading.load_model(source, dtype=kwargs.pop("dtype", "auto"), device=kwargs.pop("device", None), **kwargs)
-    _apply(model, _plan_of_manifest(model, manifest), backend=backend, verify=True)
+    dtype, device = kwargs.pop("dtype", "auto"), kwargs.pop("device", "cpu")
+    model = loading.load_model(source, dtype=dtype, device=device, **kwargs)
+    apply_plan(model, _plan_of_manifest(model, manifest), backend=backend, verify=True)
     return model
 
 
@@ -268,7 +177,7 @@ def convert(
         trust_remote_code: run code that the checkpoint brings along.
         verify: measure parity first, and save only if it holds.
         criterion: bounds of the verdict; DESIGN's three gates by default.
-        progress: called with (stage, done, total).
+        progress: called with a few words before each step.
 
     Returns:
         Where it was saved, the plan and the measurements.
@@ -285,25 +194,18 @@ def convert(
     source = loading.resolve(model, revision=revision, trust_remote_code=trust_remote_code)
     checkpoint = ckpt.check_source(source.path)
     ckpt.check_output(out, source.path, overwrite)
-    device = _device(device)
-    running = modules.resolve_backend(backend, device)
+    serving = _serving(backend, dtype, device, source, text, criterion, progress)
     plan = make_plan(loading.build_meta(source), include=include, exclude=exclude)
     plan.require_swaps()
     ckpt.check_finite(checkpoint)
     report = None
     if verify:
-        report = _measure_source(
-            source, source, lambda _: plan, _dtype(dtype, source), device, running, text, criterion, progress
-        )
+        report = measure_sources(source, source, lambda _: plan, serving)
         if not report.passed:
-            raise ParityError(
-                f"parity failed, so nothing was saved: {'; '.join(report.failures)}", report=report
-            )
+            raise ParityError(f"parity failed, so nothing was saved: {'; '.join(report.failures)}", report=report)
     with ckpt.AtomicFolder(out, overwrite=overwrite, source=source.path) as folder:
-        hashes = ckpt.copy_checkpoint(
-            checkpoint, folder, progress=None if progress is None else lambda done, total: progress("save", done, total)
-        )
-        ckpt.write_manifest(folder, _manifest(source, hashes, plan, report, running))
+        hashes = ckpt.copy_checkpoint(checkpoint, folder, progress=_copying(progress))
+        ckpt.write_manifest(folder, _manifest(source, hashes, plan, report, serving.backend))
     return Conversion(out, plan, report)
 
 
@@ -334,7 +236,7 @@ def verify(
         revision: branch, tag or commit of a Hub id `checkpoint`.
         trust_remote_code: run code that the checkpoints bring along.
         criterion: bounds of the verdict.
-        progress: called with (stage, done, total).
+        progress: called with a few words before each step.
 
     Returns:
         The measurements and the verdict; a failed verdict is returned, not raised.
@@ -342,19 +244,22 @@ def verify(
     Raises:
         CheckpointError, ModelError, BackendError, NothingToPatchError, UsageError: as for `convert`.
     """
-    device = _device(device)
-    running = modules.resolve_backend(backend, device)
     if isinstance(checkpoint, nn.Module) or isinstance(against, nn.Module):
-        return _measure_modules(checkpoint, against, dtype, device, running, text, criterion, progress)
-    options = {"trust_remote_code": trust_remote_code}
-    converted = loading.resolve(checkpoint, revision=revision, **options)
+        against = checkpoint if against is None else against
+        if not isinstance(checkpoint, nn.Module) or not isinstance(against, nn.Module):
+            kinds = f"{type(checkpoint).__name__} and {type(against).__name__}"
+            raise UsageError(f"expected two modules or two checkpoints, got {kinds}")
+        serving = _serving(backend, dtype, device, checkpoint, text, criterion, progress)
+        return measure_modules(checkpoint, against, serving)
+    converted = loading.resolve(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+    serving = _serving(backend, dtype, device, converted, text, criterion, progress)
     ckpt.check_source(converted.path)
     manifest = ckpt.read_manifest(converted.path)
     original = converted
     if against is not None:
-        original = loading.resolve(against, **options)
+        original = loading.resolve(against, trust_remote_code=trust_remote_code)
     elif manifest is not None:
-        original = _source_of(manifest, options)
+        original = _source_of(manifest, trust_remote_code)
     if original is not converted:
         ckpt.check_source(original.path)
 
@@ -363,111 +268,17 @@ def verify(
         plan.require_swaps()
         return plan
 
-    served = _dtype(dtype, converted)
-    return _measure_source(original, converted, plan_of, served, device, running, text, criterion, progress)
+    return measure_sources(original, converted, plan_of, serving)
 
 
-def _source_of(manifest: dict[str, Any], options: dict[str, Any]) -> Source:
+def _source_of(manifest: dict[str, Any], trust_remote_code: bool) -> Source:
     name, revision = manifest["source"]["name"], manifest["source"]["revision"]
     try:
-        return loading.resolve(name, revision=revision, **options)
+        return loading.resolve(name, revision=revision, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         raise CheckpointError(
             f"the source that {ckpt.MANIFEST} names cannot be read ({error}); name it with --against"
         ) from None
-
-
-def _measure_source(
-    original: Source,
-    converted: Source,
-    plan_of: Callable[[nn.Module], Plan],
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    text: str | Path | None,
-    criterion: Criterion | None,
-    progress: Progress | None,
-) -> ParityReport:
-    def load_original(dtype: torch.dtype) -> nn.Module:
-        return loading.load_model(original, dtype=dtype, device=device)
-
-    def load_converted(dtype: torch.dtype) -> nn.Module:
-        model = loading.load_model(converted, dtype=dtype, device=device)
-        _apply(model, plan_of(model), backend=backend, verify=False)
-        return model
-
-    inputs = make_inputs(
-        load_original(dtype), original.config, loading.load_tokenizer(original), text=_path(text)
-    )
-    return _measure(load_original, load_converted, inputs, dtype, device, backend, criterion, progress)
-
-
-def _measure_modules(
-    converted: nn.Module | str | Path,
-    original: nn.Module | str | Path | None,
-    dtype: str | torch.dtype | None,
-    device: torch.device,
-    backend: str,
-    text: str | Path | None,
-    criterion: Criterion | None,
-    progress: Progress | None,
-) -> ParityReport:
-    original = converted if original is None else original
-    if not isinstance(original, nn.Module) or not isinstance(converted, nn.Module):
-        raise UsageError(
-            f"expected two modules or two checkpoints, got {type(converted).__name__} and {type(original).__name__}"
-        )
-    first, second = original, converted
-
-    def load_original(dtype: torch.dtype) -> nn.Module:
-        return unpatch(copy.deepcopy(first)).to(device, dtype).eval()
-
-    def load_converted(dtype: torch.dtype) -> nn.Module:
-        model = unpatch(copy.deepcopy(second)).to(device, dtype).eval()
-        return patch(model, backend=backend, verify=False)
-
-    served = _named_dtype(dtype) if dtype is not None else getattr(second, "dtype", torch.float32)
-    config = getattr(first, "config", None)
-    inputs = make_inputs(load_original(served), config, None, text=_path(text))
-    return _measure(load_original, load_converted, inputs, served, device, backend, criterion, progress)
-
-
-def _measure(
-    original: Callable[[torch.dtype], nn.Module],
-    converted: Callable[[torch.dtype], nn.Module],
-    inputs: Inputs,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    criterion: Criterion | None,
-    progress: Progress | None,
-) -> ParityReport:
-    return measure(
-        original,
-        converted,
-        _norms_under_test,
-        inputs,
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        criterion=criterion or Criterion(),
-        progress=progress,
-    )
-
-
-def _norms_under_test(model: nn.Module) -> list[NormUnderTest]:
-    return [_under_test(name, module, spec) for name, module, spec in modules.fused_norms(model)]
-
-
-def _under_test(name: str, module: nn.Module, spec: NormSpec) -> NormUnderTest:
-    return NormUnderTest(
-        name=name,
-        spec=spec,
-        module=module,
-        original=lambda x: modules.original_forward(module, x),
-        gain=lambda: getattr(module, spec.gain_name) if spec.gain_name else None,
-        bias=lambda: getattr(module, spec.bias_name) if spec.bias_name else None,
-    )
 
 
 def _manifest(
@@ -480,14 +291,33 @@ def _manifest(
             "revision": source.revision,
             "files": hashes,
         },
-        "norms": [
-            {"name": d.name, "class": d.cls, "spec": d.spec.to_dict()} for d in plan.swaps if d.spec is not None
-        ],
+        "norms": [{"name": d.name, "class": d.cls, "spec": d.spec.to_dict()} for d in plan.swaps if d.spec is not None],
         "refused": [{"name": d.name, "class": d.cls, "reason": d.reason} for d in plan.refusals],
         "folds": [],
         "backend": backend,
         "parity": None if report is None else report.to_dict(),
     }
+
+
+def _serving(
+    backend: str,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    model: Source | nn.Module,
+    text: str | Path | None,
+    criterion: Criterion | None,
+    progress: Progress | None,
+) -> Serving:
+    stored = getattr(model.config if isinstance(model, Source) else model, "dtype", None)
+    where = _device(device)
+    return Serving(
+        backend=modules.resolve_backend(backend, where),
+        dtype=named_dtype(dtype if dtype is not None else stored or torch.float32),
+        device=where,
+        text=None if text is None else Path(text),
+        criterion=criterion,
+        progress=progress,
+    )
 
 
 def _device(given: str | torch.device | None) -> torch.device:
@@ -502,19 +332,7 @@ def _device(given: str | torch.device | None) -> torch.device:
     return device
 
 
-def _dtype(given: str | torch.dtype | None, source: Source) -> torch.dtype:
-    if given is not None:
-        return _named_dtype(given)
-    stored = getattr(source.config, "dtype", None) or torch.float32
-    return _named_dtype(stored)
-
-
-def _named_dtype(given: str | torch.dtype) -> torch.dtype:
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UsageError(f"expected dtype float32, float16 or bfloat16, got {given!r}")
-    return dtype
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _copying(progress: Progress | None) -> Callable[[int, int], None] | None:
+    if progress is None:
+        return None
+    return lambda done, total: progress(f"saving: {100 * done // max(total, 1)}%")

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import normswap_kernels as kernels
+import torch
 from torch import nn
 
 from normswap.errors import BackendError, ModelError, ParityError
+from normswap.figures import Criterion
+from normswap.gates import judge_norm
+from normswap.meter import NormMeter
 from normswap.replica import Replica, input_name, original_class
 from normswap.spec import NormSpec
-from normswap.units import ulp_distance, unit_bound
 
 __all__ = [
     "FusedNorm",
@@ -216,37 +218,12 @@ def check_swap(module: nn.Module, name: str, spec: NormSpec, backend: str) -> No
             swap(replica.module, spec, backend)
             got = replica.module(x)
             unswap(replica.module)
-            gain = replica.tensors[spec.gain_name] if spec.gain_name else None
-            bias = replica.tensors[spec.bias_name] if spec.bias_name else None
-            fault = _fault(spec, x, gain, bias, expected, got)
-            if fault:
+            meter = NormMeter(spec)
+            meter.add(x, replica.get(spec.gain_name), replica.get(spec.bias_name), expected, got)
+            _, failures = judge_norm(name, meter, Criterion())
+            if failures:
                 raise ParityError(
                     f"{name} ({replica.cls.__name__}): expected backend {backend!r} to stay within the unit bound of "
-                    f"the original in {dtype}, got {fault} on rows of size {scale:.3g}; nothing was changed"
+                    f"the original in {dtype}, got {'; '.join(failures)} on rows of size {scale:.3g}; "
+                    "nothing was changed"
                 )
-
-
-def _fault(
-    spec: NormSpec,
-    x: torch.Tensor,
-    gain: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    expected: torch.Tensor,
-    got: torch.Tensor,
-) -> str | None:
-    where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
-    if got.dtype != expected.dtype or got.shape != expected.shape:
-        return f"{tuple(got.shape)} in {got.dtype} instead of {tuple(expected.shape)} in {expected.dtype}"
-    if where.unit == torch.float32:
-        # Orders of summation differ by more than a unit in float32: the original's own error is the measure.
-        exact = spec.compute_exact(x, gain, bias)
-        original_error = float((expected.double() - exact).norm() / exact.norm())
-        error = float((got.double() - exact).norm() / exact.norm())
-        budget = 2 * (original_error + torch.finfo(torch.float32).eps / 2)
-        return None if error <= budget else f"an error of {error:.2e} where {budget:.2e} is allowed"
-    distance = ulp_distance(got, expected, at=bias, unit=where.unit)
-    bound = unit_bound(where)
-    worst, identical = float(distance.max()), float((distance == 0).double().mean())
-    if worst <= bound.max_ulp and identical >= bound.identical:
-        return None
-    return f"{worst:.3g} units in the last place, {100 * identical:.2f}% bit-identical"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from normswap.meter import NormMeter
 from normswap.replica import Replica, Unfit, original_class
 from normswap.spec import NormSpec
-from normswap.units import ulp_distance, unit_bound
+from normswap.stats import FLOAT32_NOISE
 
 __all__ = ["Refusal", "probe", "settings_key"]
 
@@ -21,7 +22,7 @@ _NAMED_LIKE_A_NORM = re.compile(r"norm(?!al(?!iz|is))|(?<![A-Z])LN(?![a-z])|RMS"
 _CONTAINER_NORM = re.compile(r"Norm(Gated|PerHead|Layer|alization)?(\dd)?$")
 _ELEMENTS = 1 << 17
 # Right formulas differ in at most one of ten thousand elements, by the order of summation; wrong ones in one of five.
-_IDENTICAL = 0.999
+_AGREEING = 0.999
 # The order is that of trust: the pairs that models are served in first.
 _DTYPE_PAIRS = (
     (torch.bfloat16, torch.bfloat16),
@@ -114,8 +115,10 @@ def _find(replica: Replica) -> NormSpec | Refusal:
     replica.check_signature()
     spec = replace(_find_formula(replica), eps=1.0)
     spec = replace(spec, eps=_find_eps(replica, spec))
+    _prove(replica, spec, ((torch.float32, torch.float32),))
     spec = _find_rounding(replica, spec)
-    _prove(replica, spec)
+    _prove(replica, spec, _DTYPE_PAIRS)
+    _prove_invariance(replica)
     return spec
 
 
@@ -167,8 +170,8 @@ def _regress(y: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def _other_formula(replica: Replica, x: torch.Tensor, y: torch.Tensor) -> str:
     """Name the kind of normalisation that is not this version's, as far as it can be told."""
-    other = x.clone()
-    other[..., 1:, :] = 1e3 * (_rows(replica.width, x.shape[-2] - 1) + 0.5)
+    other = 1e3 * torch.randn_like(x)
+    other[..., 0, :] = x[..., 0, :]
     if _relative(replica.run(other)[..., 0, :], y[..., 0, :]) > 1e-3:
         return "its rows are not independent of each other"
     for groups in range(2, replica.width // 2 + 1):
@@ -246,25 +249,26 @@ def _find_rounding(replica: Replica, spec: NormSpec) -> NormSpec:
     raise Unfit(f"no known order of casts gives its half-precision results ({first_fault})", is_norm=True)
 
 
-def _prove(replica: Replica, spec: NormSpec) -> None:
-    """Compare with the original on fresh parameters, fresh inputs, several scales, ranks and strides."""
+def _prove(replica: Replica, spec: NormSpec, pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
+    """Compare with the original on fresh parameters and fresh inputs: ordinary, large, and small beside eps."""
     scales = (1.0, 1e3, max(spec.eps, 1e-12) ** 0.5)
-    for x_dtype, gain_dtype in ((torch.float32, torch.float32), *_DTYPE_PAIRS):
+    for x_dtype, gain_dtype in pairs:
         for scale in scales:
             if x_dtype == torch.float16 and scale < 1e-3:
                 continue
             replica.randomise(gain_dtype)
             x = (scale * (_rows(replica.width, _row_count(replica.width)) - 0.5)).to(x_dtype)
-            before = x.clone()
             y = _try_run(replica, x)
             if y is None:
                 continue
-            if not torch.equal(x, before):
-                raise Unfit("it changes its input in place", is_norm=True)
             if fault := _disagreement(spec, x, replica.tensors, y):
-                small = scale not in (1.0, 1e3)
-                where = "; eps may not stand inside the root" if small else ""
+                # The regression held for large rows in float32, so a smaller row that is off is off by eps.
+                where = "; eps may not stand inside the root" if x_dtype == torch.float32 and scale < 1e3 else ""
                 raise Unfit(f"the formula found for it is not proved ({fault}{where})", is_norm=True)
+
+
+def _prove_invariance(replica: Replica) -> None:
+    """Run once more, in training mode, in other ranks and strides: the result must stay."""
     replica.randomise(torch.float32)
     x = _rows(replica.width, 24)
     y = replica.run(x)
@@ -279,24 +283,20 @@ def _prove(replica: Replica, spec: NormSpec) -> None:
             raise Unfit(f"it computes something else on a {view.dim()}-dimensional input", is_norm=True)
 
 
-def _disagreement(
-    spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tensor], y: torch.Tensor
-) -> str | None:
-    gain = tensors[spec.gain_name] if spec.gain_name else None
-    bias = tensors[spec.bias_name] if spec.bias_name else None
+def _disagreement(spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tensor], y: torch.Tensor) -> str | None:
+    gain, bias = (None if name is None else tensors[name] for name in (spec.gain_name, spec.bias_name))
     where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
     pair = f"{_name(x.dtype)} input" + (f", {_name(gain.dtype)} gain" if gain is not None else "")
     if y.dtype != where.out:
         return f"{pair}: expected {_name(where.out)}, got {_name(y.dtype)}"
-    wanted = spec.compute(x, gain, bias)
+    meter = NormMeter(spec)
+    meter.add(x, gain, bias, y, spec.compute(x, gain, bias))
     if where.unit == torch.float32:
-        # Orders of summation differ by more than a unit here, and subtracting the mean magnifies it.
-        error = _relative(y, spec.compute_exact(x, gain, bias))
-        return None if error < 2e-6 else f"{pair}: relative error {error:.1e}"
-    distance = ulp_distance(y, wanted, at=bias, unit=where.unit)
-    identical = float((distance == 0).double().mean())
-    if not (float(distance.max()) <= unit_bound(where).max_ulp and identical >= _IDENTICAL):
-        return f"{pair}: {float(distance.max()):.3g} units off, {100 * identical:.2f}% identical"
+        off = meter.exact_ulp_original
+        return None if off <= 2 * FLOAT32_NOISE else f"{pair}: {off:.3g} units from the formula in float64"
+    agreeing = meter.agreeing / meter.elements
+    if not (meter.max_ulp <= (2 if where.twice else 1) and agreeing >= _AGREEING):
+        return f"{pair}: {meter.max_ulp:.3g} units off, {100 * agreeing:.2f}% identical"
     return None
 
 

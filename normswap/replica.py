@@ -108,6 +108,10 @@ class Replica:
             else:
                 self.module._buffers[name] = tensor
 
+    def get(self, name: str | None) -> torch.Tensor | None:
+        """Return the tensor of this name; None for None."""
+        return None if name is None else self.tensors[name]
+
     def run(self, x: torch.Tensor, *, training: bool = False) -> torch.Tensor:
         """Run the copy.
 
@@ -119,11 +123,14 @@ class Replica:
             Unfit: it fails on this input, or what it returns is not one tensor of the input's shape.
         """
         vars(self.module)["training"] = training
+        before = x.clone()
         try:
             y = self.cls.forward(self.module, x)
         except Exception as error:
             words = " ".join(str(error).split())[:80] or type(error).__name__
             raise Unfit(f"it does not run on rows of {self.width} numbers ({words})") from None
+        if not torch.equal(x, before):
+            raise Unfit("it changes its input in place")
         if not isinstance(y, torch.Tensor):
             raise Unfit(f"it returns a {type(y).__name__}, not one tensor", is_norm=False)
         if y.shape != x.shape:

@@ -120,9 +120,7 @@ class NormSpec:
             n = n.float() + bias.float()
         return n.to(where.out)
 
-    def compute_exact(
-        self, x: torch.Tensor, gain: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def compute_exact(self, x: torch.Tensor, gain: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute the same in float64 with no rounding on the way; the truth that errors are measured from."""
         n = self._normalise(x.double())
         if gain is not None:

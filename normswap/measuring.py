@@ -1,0 +1,136 @@
+"""Bring two checkpoints, or two modules, to the measurement of parity."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from normswap import loading, modules
+from normswap.errors import UsageError
+from normswap.inputs import make_inputs
+from normswap.loading import Source
+from normswap.parity import Criterion, NormUnderTest, ParityReport, measure
+from normswap.patching import apply_plan, patch, unpatch
+from normswap.plan import Plan
+from normswap.spec import NormSpec
+
+__all__ = ["Serving", "measure_modules", "measure_sources", "named_dtype"]
+
+_Loader = Callable[[torch.dtype], nn.Module]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the models are run for the measurement.
+
+    Attributes:
+        backend: what runs the fused norms; resolved, not ``"auto"``.
+        dtype: what the models are served in.
+        device: where they run.
+        text: file to read the inputs from; None for the built-in prompts.
+        criterion: bounds of the verdict.
+        progress: called with a few words before each step; None for silence.
+    """
+
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    text: Path | None = None
+    criterion: Criterion | None = None
+    progress: Callable[[str], None] | None = None
+
+
+def measure_sources(
+    original: Source, converted: Source, plan_of: Callable[[nn.Module], Plan], serving: Serving
+) -> ParityReport:
+    """Measure a checkpoint with its norms swapped against an original.
+
+    Args:
+        original: the checkpoint that is right by definition.
+        converted: the checkpoint under test; may be the same.
+        plan_of: what is swapped in the converted model.
+        serving: how both run.
+
+    Raises:
+        CheckpointError, ModelError: a model cannot be loaded or run.
+        UsageError: the text cannot be used.
+    """
+
+    def load_original(dtype: torch.dtype) -> nn.Module:
+        return loading.load_model(original, dtype=dtype, device=serving.device)
+
+    def load_converted(dtype: torch.dtype) -> nn.Module:
+        model = loading.load_model(converted, dtype=dtype, device=serving.device)
+        apply_plan(model, plan_of(model), backend=serving.backend, verify=False)
+        return model
+
+    return _measure(load_original, load_converted, original.config, loading.load_tokenizer(original), serving)
+
+
+def measure_modules(converted: nn.Module, original: nn.Module, serving: Serving) -> ParityReport:
+    """Measure one module with its norms swapped against another (or the same) unpatched; copies are run.
+
+    Raises:
+        NothingToPatchError: `converted` has no norm that can be swapped.
+        ModelError: a model cannot be run.
+    """
+
+    def load_original(dtype: torch.dtype) -> nn.Module:
+        return unpatch(copy.deepcopy(original)).to(serving.device, dtype).eval()
+
+    def load_converted(dtype: torch.dtype) -> nn.Module:
+        model = unpatch(copy.deepcopy(converted)).to(serving.device, dtype).eval()
+        return patch(model, backend=serving.backend, verify=False)
+
+    return _measure(load_original, load_converted, getattr(original, "config", None), None, serving)
+
+
+def _measure(
+    original: _Loader, converted: _Loader, config: object, tokenizer: object, serving: Serving
+) -> ParityReport:
+    if serving.progress is not None:
+        serving.progress("choosing inputs")
+    inputs = make_inputs(original(serving.dtype), config, tokenizer, text=serving.text)
+    return measure(
+        original,
+        converted,
+        _norms_under_test,
+        inputs,
+        dtype=serving.dtype,
+        device=serving.device,
+        backend=serving.backend,
+        criterion=serving.criterion,
+        progress=serving.progress,
+    )
+
+
+def _norms_under_test(model: nn.Module) -> list[NormUnderTest]:
+    return [_under_test(name, module, spec) for name, module, spec in modules.fused_norms(model)]
+
+
+def _under_test(name: str, module: nn.Module, spec: NormSpec) -> NormUnderTest:
+    return NormUnderTest(
+        name=name,
+        spec=spec,
+        module=module,
+        original=lambda x: modules.original_forward(module, x),
+        gain=lambda: getattr(module, spec.gain_name) if spec.gain_name else None,
+        bias=lambda: getattr(module, spec.bias_name) if spec.bias_name else None,
+    )
+
+
+def named_dtype(given: str | torch.dtype) -> torch.dtype:
+    """Return a dtype that models are served in, by name or as it is.
+
+    Raises:
+        UsageError: it is none of float32, float16 and bfloat16.
+    """
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UsageError(f"expected dtype float32, float16 or bfloat16, got {given!r}")
+    return dtype

@@ -1,0 +1,107 @@
+"""Swap a model's norms in place, and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from normswap import modules
+from normswap.plan import Plan, make_plan
+
+__all__ = ["apply_plan", "patch", "unpatch"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+Patterns = str | Iterable[str] | None
+
+
+def patch(
+    model: ModelT,
+    *,
+    backend: str = "auto",
+    include: Patterns = None,
+    exclude: Patterns = None,
+    verify: bool = True,
+) -> ModelT:
+    """Swap every norm that can be proved for its fused implementation, in place.
+
+    Parameters stay the same objects under the same keys; `unpatch` undoes it; patching twice is harmless.
+
+    Args:
+        model: any module, on any device (the meta device too).
+        backend: ``"auto"`` (Triton on a GPU, ``cpu`` on the CPU), ``"triton"``, ``"cpu"`` or ``"interpret"``.
+        include: shell patterns of module names; only these are swapped.
+        exclude: shell patterns of module names that are left alone.
+        verify: compare each distinct norm with its original on the spot, before anything is changed.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NothingToPatchError: no norm can be swapped; the message has the reasons.
+        ParityError: a fused norm is out of the unit bound; nothing was changed.
+        BackendError: the backend cannot run on the model's device.
+        UsageError: an include pattern matches no norm.
+
+    Example:
+        >>> import torch, normswap
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> normswap.patch(model)[1]
+        LayerNorm((8,), eps=1e-05, elementwise_affine=True, normswap='auto')
+    """
+    plan = make_plan(model, include=include, exclude=exclude)
+    plan.require_swaps()
+    apply_plan(model, plan, backend=backend, verify=verify)
+    return model
+
+
+def unpatch(model: ModelT) -> ModelT:
+    """Put back every original norm, in place; a model without swapped norms is returned as it is.
+
+    Raises:
+        ModelError: a swapped norm was wrapped by something else since (FSDP); nothing was changed.
+
+    Example:
+        >>> import torch, normswap
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+        >>> normswap.unpatch(normswap.patch(model))[0]
+        LayerNorm((8,), eps=1e-05, elementwise_affine=True)
+    """
+    for _, module, _ in list(modules.fused_norms(model)):
+        modules.unswap(module)
+    return model
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, backend: str, verify: bool) -> None:
+    """Swap what a plan of this very model says; with `verify`, after comparing each distinct norm.
+
+    Raises:
+        BackendError, ParityError: as for `patch`; nothing was changed.
+    """
+    chosen = [(decision, model.get_submodule(decision.name)) for decision in plan.swaps]
+    for device in {_device_of(module) for _, module in chosen}:
+        modules.resolve_backend(backend, device)
+    if verify:
+        seen = set()
+        for decision, module in chosen:
+            assert decision.spec is not None
+            key = (decision.key, _device_of(module), _dtype_of(module))
+            if key not in seen:
+                seen.add(key)
+                modules.check_swap(module, decision.name, decision.spec, backend)
+    for decision, module in chosen:
+        assert decision.spec is not None
+        modules.swap(module, decision.spec, backend)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensor = next(module.parameters(), None)
+    # Meta tensors are offloaded or not loaded yet; what runs will be brought to the CPU at least.
+    return torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    tensor = next(module.parameters(), None)
+    return None if tensor is None else tensor.dtype

@@ -1,0 +1,188 @@
+"""Norms (and things that only look like norms) as people write them, with names that mislead."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Scale(nn.Module):
+    """An RMSNorm in Llama's cast order under an unlikely name, its gain called gamma."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(dim))
+        self.tiny = eps
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        wide = h.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)
+        return self.gamma * wide.to(h.dtype)
+
+
+class RMSNorm(nn.Module):
+    """A LayerNorm under the name of the other kind, with two-pass statistics and eps written in the code."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.shift = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        wide = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 3e-5)
+        return (wide * self.weight.float() + self.shift.float()).to(x.dtype)
+
+
+class LlamaRMSNorm(nn.Module):
+    """``1 + w`` under Llama's name."""
+
+    def __init__(self, dim: int, variance_epsilon: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(dim))
+        self.variance_epsilon = variance_epsilon
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * (1.0 + self.weight.float())).to(hidden_states.dtype)
+
+
+class BareNorm(nn.Module):
+    """RMSNorm with eps = 0 and no gain."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+
+
+class BufferNorm(nn.Module):
+    """RMSNorm whose gain is a buffer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain.float()).to(x.dtype)
+
+
+class _Base(nn.Module):
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class TupleNorm(_Base):
+    """Returns the input beside the result."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.normed(x), x
+
+
+class MutatingNorm(_Base):
+    """Writes into its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.normed(x)
+        x.mul_(0.5)
+        return y
+
+
+class DropoutNorm(_Base):
+    """Drops elements in training mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.normed(x), 0.1, self.training)
+
+
+class NarrowNorm(_Base):
+    """Statistics in the dtype of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class OutsideEpsNorm(_Base):
+    """eps outside the root."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + 1e-3) * self.weight.float()).to(x.dtype)
+
+
+class GroupedNorm(_Base):
+    """Four groups a row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float().unflatten(-1, (4, -1))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide.flatten(-2) * self.weight.float()).to(x.dtype)
+
+
+class PartialNorm(_Base):
+    """Statistics from the first half of the columns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        part = wide[..., : x.shape[-1] // 2]
+        wide = wide * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class GatedNorm(_Base):
+    """Takes a gate."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.normed(x)
+        return y if gate is None else y * nn.functional.silu(gate)
+
+
+class SequenceNorm(_Base):
+    """Subtracts the mean over the sequence, so that rows are not independent."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x - x.mean(-2, keepdim=True))
+
+
+class NoNorm(_Base):
+    """Scales, and normalises nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class ExpNorm(_Base):
+    """Its gain is the exponential of its parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float().exp()).to(x.dtype)
+
+
+class PerHeadNorm(nn.Module):
+    """A gain for each head."""
+
+    def __init__(self, heads: int = 4, dim: int = 16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class Act(nn.Module):
+    """No norm at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x)

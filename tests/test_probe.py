@@ -1,0 +1,142 @@
+"""Recognition by behaviour: what a norm is called does not matter, what it computes does."""
+
+from __future__ import annotations
+
+import handwritten as hw
+import pytest
+import torch
+from torch import nn
+
+from normswap.probe import Refusal, probe, settings_key
+from normswap.spec import NormSpec
+
+pytestmark = pytest.mark.core
+
+
+def rms(**changes: object) -> NormSpec:
+    return NormSpec("rms", 64, 1e-6, **changes)  # type: ignore[arg-type]
+
+
+RIGHT = {
+    "misnamed RMSNorm": (
+        hw.Scale(64),
+        rms(cast="before_gain", out="promote", gain_name="gamma"),
+    ),
+    "LayerNorm called RMSNorm": (
+        hw.RMSNorm(64),
+        NormSpec("layer", 64, 3e-5, bias=True, bias_name="shift"),
+    ),
+    "1 + w called LlamaRMSNorm": (hw.LlamaRMSNorm(64), NormSpec("rms", 64, 1e-5, gain="1+w")),
+    "no gain, eps 0": (hw.BareNorm(), NormSpec("rms", None, 0.0, gain="none", gain_name=None)),
+    "gain in a buffer": (hw.BufferNorm(64), rms(gain_name="gain")),
+    "nn.LayerNorm": (nn.LayerNorm(48, eps=1e-12), NormSpec("layer", 48, 1e-12, bias=True, bias_name="bias")),
+    "nn.LayerNorm without bias": (nn.LayerNorm(48, bias=False), NormSpec("layer", 48, 1e-5)),
+    "nn.LayerNorm without parameters": (
+        nn.LayerNorm(48, elementwise_affine=False),
+        NormSpec("layer", None, 1e-5, gain="none", gain_name=None),
+    ),
+    "nn.RMSNorm": (nn.RMSNorm(48, eps=1e-6), NormSpec("rms", 48, 1e-6)),
+    "nn.RMSNorm with the dtype's eps": (nn.RMSNorm(48), NormSpec("rms", 48, torch.finfo(torch.float32).eps)),
+    "a large eps": (nn.LayerNorm(48, eps=0.5), NormSpec("layer", 48, 0.5, bias=True, bias_name="bias")),
+    "a short row": (nn.LayerNorm(4), NormSpec("layer", 4, 1e-5, bias=True, bias_name="bias")),
+}
+
+REFUSED = {
+    hw.TupleNorm: "it returns a tuple, not one tensor",
+    hw.MutatingNorm: "it changes its input in place",
+    hw.DropoutNorm: "it computes something else in training mode",
+    hw.NarrowNorm: "no known order of casts",
+    hw.OutsideEpsNorm: "units from the formula in float64; eps may not stand inside the root",
+    hw.GroupedNorm: "grouped norm (4 groups a row)",
+    hw.PartialNorm: "neither RMSNorm nor LayerNorm over the last dimension",
+    hw.GatedNorm: "its forward takes (x, gate); a gated",
+    hw.SequenceNorm: "its rows are not independent",
+    hw.NoNorm: "it does not normalise",
+    hw.ExpNorm: "its gain is neither w nor 1 + w",
+    hw.PerHeadNorm: "its parameter weight has shape [4, 16]",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_finds_the_spec(name: str) -> None:
+    module, expected = RIGHT[name]
+    assert probe(module) == expected
+
+
+@pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
+def test_refuses_with_the_reason(cls: type[nn.Module]) -> None:
+    result = probe(cls())
+    assert isinstance(result, Refusal)
+    assert REFUSED[cls] in result.reason
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.GroupNorm(4, 64), "GroupNorm normalises over channels"),
+        (nn.BatchNorm1d(64), "BatchNorm1d normalises over the batch"),
+        (nn.InstanceNorm2d(64), "InstanceNorm2d normalises over the batch or over positions"),
+        (nn.LayerNorm((4, 16)), "its parameter weight has shape [4, 16]"),
+        (nn.LayerNorm((4, 16), elementwise_affine=False), "it normalises over 2 dimensions"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_refuses_torch_norms_over_other_axes_by_name(module: nn.Module, reason: str) -> None:
+    result = probe(module)
+    assert isinstance(result, Refusal)
+    assert reason in result.reason
+
+
+@pytest.mark.parametrize(
+    "module",
+    [hw.Act(), nn.Linear(8, 8), nn.GELU(), nn.Dropout(), nn.Embedding(8, 8), nn.Sequential(nn.LayerNorm(8))],
+)
+def test_says_nothing_of_what_is_no_norm(module: nn.Module) -> None:
+    assert probe(module) is None
+
+
+def test_probes_on_meta_tensors_and_leaves_the_module_alone() -> None:
+    with torch.device("meta"):
+        module = hw.Scale(64)
+    before = dict(vars(module))
+    assert probe(module) == RIGHT["misnamed RMSNorm"][1]
+    assert vars(module) == before
+    assert module.gamma.is_meta
+
+
+def test_keeps_the_random_state_and_the_parameters() -> None:
+    module = nn.LayerNorm(32)
+    weight = module.weight.clone()
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    probe(module)
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(module.weight, weight)
+
+
+def test_does_not_call_hooks() -> None:
+    module = nn.LayerNorm(32)
+    module.register_forward_hook(lambda *_: pytest.fail("a hook of the user's was called"))
+    assert isinstance(probe(module), NormSpec)
+
+
+def test_a_forward_replaced_on_the_instance_is_refused() -> None:
+    module = nn.LayerNorm(32)
+    module.forward = lambda x: x
+    assert probe(module) == Refusal("its forward was replaced on the instance")
+
+
+def test_settings_key_tells_settings_and_shapes_apart() -> None:
+    assert settings_key(nn.LayerNorm(8)) == settings_key(nn.LayerNorm(8))
+    assert settings_key(nn.LayerNorm(8)) != settings_key(nn.LayerNorm(16))
+    assert settings_key(nn.LayerNorm(8)) != settings_key(nn.LayerNorm(8, eps=1e-6))
+    assert settings_key(nn.LayerNorm(8)) != settings_key(nn.LayerNorm(8, bias=False))
+    assert settings_key(hw.Scale(8)) != settings_key(hw.LlamaRMSNorm(8))
+
+
+def test_the_spec_survives_plain_data() -> None:
+    spec = RIGHT["LayerNorm called RMSNorm"][1]
+    assert NormSpec.from_dict(spec.to_dict()) == spec
+    with pytest.raises(ValueError, match=r"expected spec keys among .* got also \['colour'\]"):
+        NormSpec.from_dict({**spec.to_dict(), "colour": 1})
