@@ -159,7 +159,7 @@ def _entry(name: str, key: str, value: Any, data_start: int) -> Entry:
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= set(value):
         raise _damaged(name, f"its header does not give dtype, shape and data_offsets of {key}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in BITS:
+    if not isinstance(dtype, str) or dtype not in BITS:
         raise _damaged(name, f"{key} has dtype {dtype!r}, expected one of {', '.join(sorted(BITS))}")
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
         raise _damaged(name, f"{key} has shape {shape!r} and data_offsets {offsets!r}")
