@@ -3,7 +3,7 @@
 The interpreter turns float32 into bfloat16 by cutting off the low half of the word. `EMULATE`, on only there, rounds
 to nearest even in integer arithmetic first, after which nothing is left to cut off. So the interpreter checks the
 formulas, the masks, the strides and the places of the roundings. What remains for a GPU: its own conversions, its
-order of summation, contraction of ``n * w + b`` to one fused operation, and races, of which the interpreter has none.
+order of summation, the layouts that the compiler chooses, and races, of which the interpreter has none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def triton_dtype(dtype: torch.dtype | None) -> tl.dtype | None:
 @triton.jit
 def round_to(v, DTYPE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Round a float32 tile to ``DTYPE``, to nearest even."""
-    if EMULATE and DTYPE == tl.bfloat16:
+    if EMULATE and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = v.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         # Rounding up could carry a NaN's payload over into the sign; a set quiet bit keeps it a NaN when cut.
