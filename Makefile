@@ -1,0 +1,56 @@
+# What a contributor runs, and what CI runs. `make help` lists it. ARGS goes to pytest: make test ARGS="-k probe -x"
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-slow test-transformers4 quality style bench clean
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+ARGS ?=
+VENV := .venv
+VENV4 := .venv-transformers4
+BIN := $(VENV)/bin
+SOURCES := normswap kernels tests tools examples benchmarks
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-26s %s\n", $$1, $$2 }'
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with $(PYTHON): a few minutes the first time"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo,test,dev]'
+	@touch $@
+
+$(VENV4)/.installed: pyproject.toml constraints-transformers4.txt
+	@echo "Setting up $(VENV4) with $(PYTHON): a few minutes the first time"
+	$(PYTHON) -m venv $(VENV4)
+	$(VENV4)/bin/python $(INSTALL) -c constraints-transformers4.txt -e '.[demo,test]'
+	@touch $@
+
+venv: $(VENV)/.installed  ## the virtual environment, with the package installed from this tree
+
+demo: venv  ## convert a real SmolLM2-135M and compare the conversion with the original
+	$(BIN)/python tools/demo.py
+
+test: venv  ## all tests but the long sweeps
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: venv  ## the long sweeps
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-transformers4: $(VENV4)/.installed  ## the core tests on the oldest supported transformers
+	$(VENV4)/bin/python -m pytest -m core $(ARGS)
+
+quality: venv  ## lint, format check, types
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+style: venv  ## mend what lint and format can mend
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: venv  ## every benchmark; each prints a table and writes JSON
+	@set -e; for script in benchmarks/bench_*.py; do echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; done
+
+clean:  ## remove what was built; downloads and prepared checkpoints in .cache stay
+	rm -rf $(VENV) $(VENV4) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
