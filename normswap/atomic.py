@@ -133,6 +133,8 @@ class AtomicFolder:
 
 
 def _check_output(out: Path, source: Path, overwrite: bool) -> None:
+    if "\0" in str(out):
+        raise OutputError(f"cannot use {str(out)!r} as output: no name may hold a NUL character")
     if out.is_symlink():
         raise OutputError(f"expected a new folder as output, {out} is a link; give the folder it points at")
     if out.exists():

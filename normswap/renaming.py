@@ -49,6 +49,8 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
+    # Declared types make ctypes refuse a NUL inside a name, which C would take for its end.
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
         return True
     code = ctypes.get_errno()
