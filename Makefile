@@ -32,13 +32,13 @@ demo: venv  ## convert a real SmolLM2-135M and compare the conversion with the o
 	$(BIN)/python tools/demo.py
 
 test: venv  ## all tests but the long sweeps
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -m "not slow" $(ARGS)
 
 test-slow: venv  ## the long sweeps
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/pytest -m slow $(ARGS)
 
 test-transformers4: $(VENV4)/.installed  ## the core tests on the oldest supported transformers
-	$(VENV4)/bin/python -m pytest -m core $(ARGS)
+	$(VENV4)/bin/pytest -m core $(ARGS)
 
 quality: venv  ## lint, format check, types
 	$(BIN)/ruff check $(SOURCES)

