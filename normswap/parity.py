@@ -157,6 +157,9 @@ class _Session:
         first = next(model.parameters(), None)
         if first is not None and first.device.type != self.device.type:
             model = model.to(self.device)
+        # The grouped product of experts has no float64.
+        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
         try:
             yield model
         finally:
