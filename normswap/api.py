@@ -22,7 +22,7 @@ from normswap.spec import NormSpec
 
 __all__ = ["Conversion", "Inspection", "convert", "inspect", "load", "patch", "unpatch", "verify"]
 
-Progress = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def convert(
         trust_remote_code: run code that the checkpoint brings along.
         verify: measure parity first, and save only if it holds.
         criterion: bounds of the verdict; DESIGN's three gates by default.
-        progress: called with a few words before each step.
+        progress: called with (step, done, total).
 
     Returns:
         Where it was saved, the plan and the measurements.
@@ -236,7 +236,7 @@ def verify(
         revision: branch, tag or commit of a Hub id `checkpoint`.
         trust_remote_code: run code that the checkpoints bring along.
         criterion: bounds of the verdict.
-        progress: called with a few words before each step.
+        progress: called with (step, done, total).
 
     Returns:
         The measurements and the verdict; a failed verdict is returned, not raised.
@@ -335,4 +335,4 @@ def _device(given: str | torch.device | None) -> torch.device:
 def _copying(progress: Progress | None) -> Callable[[int, int], None] | None:
     if progress is None:
         return None
-    return lambda done, total: progress(f"saving: {100 * done // max(total, 1)}%")
+    return lambda done, total: progress("saving", done, total)

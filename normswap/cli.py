@@ -152,14 +152,14 @@ def _fail(error: NormswapError) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None] | None]:
+def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
     """Yield a callback that draws one line on stderr; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
 
-    def draw(step: str) -> None:
-        click.echo(f"\r\x1b[2K{step}", nl=False, err=True)
+    def draw(step: str, done: int, total: int) -> None:
+        click.echo(f"\r\x1b[2K{step}: {100 * done // max(total, 1)}%", nl=False, err=True)
 
     try:
         yield draw

@@ -34,7 +34,7 @@ class Serving:
         device: where they run.
         text: file to read the inputs from; None for the built-in prompts.
         criterion: bounds of the verdict.
-        progress: called with a few words before each step; None for silence.
+        progress: called with (step, done, total); None for silence.
     """
 
     backend: str
@@ -42,7 +42,7 @@ class Serving:
     device: torch.device
     text: Path | None = None
     criterion: Criterion | None = None
-    progress: Callable[[str], None] | None = None
+    progress: Callable[[str, int, int], None] | None = None
 
 
 def measure_sources(
@@ -94,7 +94,7 @@ def _measure(
     original: _Loader, converted: _Loader, config: object, tokenizer: object, serving: Serving
 ) -> ParityReport:
     if serving.progress is not None:
-        serving.progress("choosing inputs")
+        serving.progress("choosing inputs", 0, 1)
     inputs = make_inputs(original(serving.dtype), config, tokenizer, text=serving.text)
     return measure(
         original,

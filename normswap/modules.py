@@ -130,7 +130,7 @@ def swap(module: nn.Module, spec: NormSpec, backend: str) -> None:
     if isinstance(module, FusedNorm) and type(module) is not fused:
         raise ModelError(_wrapped_since(module))
     before = type(module)
-    module._normswap = _Swap(spec, backend, _OPERATIONS[spec.kind], spec.offset, input_name(original))
+    vars(module)["_normswap"] = _Swap(spec, backend, _OPERATIONS[spec.kind], spec.offset, input_name(original))
     module.__class__ = fused
     _rebind(module, before, fused)
 
@@ -147,7 +147,7 @@ def unswap(module: nn.Module) -> bool:
     fused = _fused_class(original)
     if type(module) is not fused:
         raise ModelError(_wrapped_since(module))
-    module.__class__ = original
+    module.__class__ = original  # type: ignore[assignment]
     del module._normswap
     _rebind(module, fused, original)
     return True
@@ -168,7 +168,7 @@ def _rebind(module: nn.Module, before: type[nn.Module], after: type[nn.Module]) 
             if name == "forward":
                 del module.forward
             else:
-                module._old_forward = types.MethodType(after.forward, module)
+                vars(module)["_old_forward"] = types.MethodType(after.forward, module)
 
 
 def fused_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, NormSpec]]:

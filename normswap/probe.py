@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ __all__ = ["Refusal", "probe", "settings_key"]
 
 _NAMED_LIKE_A_NORM = re.compile(r"norm(?!al(?!iz|is))|(?<![A-Z])LN(?![a-z])|RMS", re.IGNORECASE)
 _CONTAINER_NORM = re.compile(r"Norm(Gated|PerHead|Layer|alization)?(\dd)?$")
+_Gain = Literal["w", "1+w", "none"]
 _ELEMENTS = 1 << 17
 # Right formulas differ in at most one of ten thousand elements, by the order of summation; wrong ones in one of five.
 _AGREEING = 0.999
@@ -31,7 +33,7 @@ _DTYPE_PAIRS = (
     (torch.float16, torch.float32),
     (torch.float32, torch.bfloat16),
 )
-_ROUNDINGS = (
+_ROUNDINGS: tuple[tuple[Literal["before_gain", "after_gain"], Literal["input", "promote", "weight"]], ...] = (
     ("after_gain", "input"),
     ("before_gain", "promote"),
     ("before_gain", "input"),
@@ -134,7 +136,8 @@ def _find_formula(replica: Replica) -> NormSpec:
         raise Unfit("it returns values that are not finite for an ordinary input")
     if _relative(replica.run(4 * x), y) > 1e-3:
         raise Unfit("it does not normalise: its output changes with the scale of its input")
-    for kind in ("rms", "layer"):
+    kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+    for kind in kinds:
         gain, bias, residual = _regress(y, _unit(x, kind))
         if residual < 1e-4:
             break
@@ -178,19 +181,20 @@ def _other_formula(replica: Replica, x: torch.Tensor, y: torch.Tensor) -> str:
         if replica.width % groups == 0 and any(
             _regress(y, _unit(x, kind, groups))[2] < 1e-4 for kind in ("rms", "layer")
         ):
-            return f"it is a grouped norm ({groups} groups a row), which this version does not swap"
+            return f"it is a grouped norm ({groups} groups a row), which is not swapped yet"
     return "it is neither RMSNorm nor LayerNorm over the last dimension"
 
 
-def _match_gain(replica: Replica, gain: torch.Tensor, kind: str) -> tuple[str, str | None]:
+def _match_gain(replica: Replica, gain: torch.Tensor, kind: str) -> tuple[_Gain, str | None]:
+    forms: tuple[tuple[_Gain, float], ...] = (("w", 0.0), ("1+w", 1.0))
     for name, tensor in replica.tensors.items():
-        for form, offset in (("w", 0.0), ("1+w", 1.0)):
+        for form, offset in forms:
             if _relative(gain, tensor.double() + offset) < 1e-4:
                 return form, name
     if _relative(gain, torch.ones_like(gain)) < 1e-4:
         return "none", None
     if _relative(gain, torch.full_like(gain, replica.width**-0.5)) < 1e-4:
-        raise Unfit("it divides by the root of the sum (L2), which this version does not swap", is_norm=True)
+        raise Unfit("it divides by the root of the sum (L2), which is not swapped yet", is_norm=True)
     raise Unfit(f"its gain is neither w nor 1 + w of a parameter ({kind} normalisation)", is_norm=True)
 
 

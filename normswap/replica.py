@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +30,14 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def input_name(cls: type[nn.Module]) -> str:
-    """Return the name of the one tensor that the class's forward takes."""
-    return list(inspect.signature(cls.forward).parameters)[1]
+    """Return the name of the one tensor that the class's forward takes; empty where it has none."""
+    named = _named_parameters(cls)
+    return named[0] if named else ""
+
+
+def _named_parameters(cls: type[nn.Module]) -> list[str]:
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 class Replica:
@@ -58,6 +65,7 @@ class Replica:
         self.module = self.cls.__new__(self.cls)
         vars(self.module).update(_copied_state(module))
         self.tensors: dict[str, torch.Tensor] = {}
+        self._names: tuple[str, ...] = ()
         self.width = self._find_width(module)
 
     def _find_width(self, module: nn.Module) -> int:
@@ -66,13 +74,13 @@ class Replica:
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        for name, shape in shapes.items():
-            if len(shape) != 1:
-                raise Unfit(f"its parameter {name} has shape {list(shape)}, not that of one row")
+        for name, size in shapes.items():
+            if len(size) != 1:
+                raise Unfit(f"its parameter {name} has shape {list(size)}, not that of one row")
         if len(set(shapes.values())) > 1 or len(shapes) > 2:
             raise Unfit(f"its parameters ({', '.join(shapes)}) are not a gain and a bias of one row")
-        self.tensors = dict.fromkeys(shapes)  # type: ignore[arg-type]
-        shape = getattr(module, "normalized_shape", None)
+        self._names = tuple(shapes)
+        shape: Any = getattr(module, "normalized_shape", None)
         if isinstance(shape, (tuple, list)) and len(shape) > 1:
             raise Unfit(f"it normalises over {len(shape)} dimensions", is_norm=True)
         if shapes:
@@ -85,11 +93,9 @@ class Replica:
 
     def check_signature(self) -> None:
         """Raise `Unfit` unless the forward takes one tensor and nothing else."""
-        parameters = list(inspect.signature(self.cls.forward).parameters.values())[1:]
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if not named or len(named) > 1:
-            names = ", ".join(p.name for p in named)
-            raise Unfit(f"its forward takes ({names}); a gated or conditioned norm is not swapped by this version")
+        named = _named_parameters(self.cls)
+        if len(named) > 1:
+            raise Unfit(f"its forward takes ({', '.join(named)}); a gated or conditioned norm is not swapped yet")
 
     def numbers(self) -> Iterator[float]:
         """Yield the positive numbers among the module's settings, where eps is likely to be found."""
@@ -99,7 +105,7 @@ class Replica:
 
     def randomise(self, dtype: torch.dtype) -> None:
         """Give the copy fresh random tensors of this dtype, none of them near 0 or 1."""
-        for name in self.tensors:
+        for name in self._names:
             magnitude = torch.empty(self.width).uniform_(0.2, 2.0)
             sign = torch.where(torch.rand(self.width) < 0.3, -1.0, 1.0)
             self.tensors[name] = tensor = (magnitude * sign).to(self.device, dtype)
