@@ -88,7 +88,7 @@ def _hint(path: Path) -> str:
 def _config(path: Path, data: dict[str, Any], trust: bool) -> transformers.PretrainedConfig:
     kind = data.get("model_type")
     own_code = "AutoConfig" in (data.get("auto_map") or {})
-    known = kind in transformers.CONFIG_MAPPING
+    known = isinstance(kind, str) and kind in transformers.CONFIG_MAPPING
     if own_code and not trust and not known:
         raise ModelError(
             f"{path} has model type {kind!r}, which is defined by Python code in the checkpoint; read that "
