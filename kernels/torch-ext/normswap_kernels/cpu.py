@@ -7,25 +7,24 @@ bit for bit. Arithmetic is float32, or float64 for a float64 input.
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .rows import as_matrix, empty_rows
-
-# Elements of one float32 buffer for each thread of torch: 1 MB, so that the two buffers and the narrow input and
-# output rows of a block stay in the cache, while a call is long enough to hide its overhead. The upper limit keeps
-# machines with many cores from holding on to more than 16 MB a buffer.
-_BLOCK_PER_THREAD = 2**18
-_BLOCK_LIMIT = 2**22
+from .threads import SERIAL, share_rows
 
 # Below this size whole temporaries fit in the cache and the fewest calls win.
 _SMALL = 2**17
 
-# torch splits the sum of one lone row over its threads from this length on (at::internal::GRAIN_SIZE).
-_SPLIT_SUM = 2**15
+# Rows that are too long for a serial operation go through torch's own threads, in blocks of this many elements for
+# each of them: 1 MB of float32.
+_BLOCK_PER_THREAD = 2**18
+_BLOCK_LIMIT = 2**22
 
 _local = threading.local()
 
@@ -41,42 +40,48 @@ def rms_norm_cpu(
 ) -> Tensor:
     """Compute RMSNorm of each row, with the arguments of the public operation.
 
-    Bit-identical with the eager classes of transformers, but for one lone float32 row of 32,768 elements or more:
-    there torch splits the sum over its threads, and here the row gets the sum that it gets among other rows.
+    Bit-identical with the eager classes of transformers, but for one lone row of 32,768 elements or more: there
+    torch splits the sum over its threads, and here the row gets the sum that it gets among other rows.
     """
     compute = _compute_dtype(x)
     gain, shift = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
     width = x.size(-1)
-    if width < _SPLIT_SUM and x.numel() <= _SMALL and x.is_contiguous():
-        wide = x.to(compute)
-        scale = wide.mul(wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    numel = x.numel()
+    if width < SERIAL and 0 < numel <= _SMALL and x.is_contiguous():
+        wide = x if x.dtype == compute else x.to(compute)
+        scale = _rsqrt_mean_(wide.mul(wide).sum(-1, True), width, eps)
         rows = wide.mul(scale) if wide is x else wide.mul_(scale)
         return _finish(rows, None, gain, shift, round_dtype, out_dtype)
 
     out = empty_rows(x, out_dtype)
-    if not out.numel():
+    if not numel:
         return out
     x_rows, out_rows = as_matrix(x, out)
     block = _block_rows(width)
-    mean = torch.empty((block, 1), dtype=compute)
-    squares = _buffer(0, block, width, compute)
-    values = _buffer(1, block, width, compute) if x.dtype != compute else None
-    for start in range(0, x_rows.size(0), block):
-        rows = x_rows[start : start + block]
-        count = rows.size(0)
-        square, scale = squares[:count], mean[:count]
-        if values is not None:
-            rows = values[:count].copy_(rows)
-        torch.mul(rows, rows, out=square)
-        if count == 1 and width >= _SPLIT_SUM:
-            # Twice the same row: a sum with two results is not split, and so is the same as among other rows.
-            scale = square.expand(2, width).mean(-1, keepdim=True)[:1]
-        else:
-            torch.mean(square, -1, keepdim=True, out=scale)
-        scale.add_(eps).rsqrt_()
-        # The squares are spent; a row of x itself must not be written to.
-        rows = torch.mul(rows, scale, out=square if values is None else rows)
-        _finish(rows, out_rows[start : start + count], gain, shift, round_dtype, out_dtype)
+
+    def work(start: int, stop: int) -> None:
+        square = _buffer(0, block, width, compute)
+        value = None if x.dtype == compute else _buffer(1, block, width, compute)
+        total = _buffer(2, block, 1, compute)
+        for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
+            count = rows.size(0)
+            if count < block:
+                square, total = square[:count], total[:count]
+                value = None if value is None else value[:count]
+            if value is not None:
+                rows = value.copy_(rows)
+            torch.mul(rows, rows, out=square)
+            if count == 1 and width >= SERIAL:
+                # Twice the same row: a sum with two results is not split, and so is the same as among other rows.
+                scale = square.expand(2, width).sum(-1, True)[:1]
+            else:
+                scale = torch.sum(square, -1, True, out=total)
+            _rsqrt_mean_(scale, width, eps)
+            # The squares are spent; a row of x itself must not be written to.
+            normal = torch.mul(rows, scale, out=square if value is None else value)
+            _finish(normal, result, gain, shift, round_dtype, out_dtype)
+
+    _run(work, x_rows.size(0), width, block)
     return out
 
 
@@ -101,9 +106,12 @@ def layer_norm_cpu(
         out = torch.empty(x.shape, dtype=out_dtype)
         x_rows, out_rows = as_matrix(x, out)
         block = _block_rows(width)
-        for start in range(0, x_rows.size(0), block):
-            rows = slice(start, start + block)
-            out_rows[rows] = F.layer_norm(x_rows[rows], (width,), weight, bias, eps)
+
+        def copy_native(start: int, stop: int) -> None:
+            for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
+                result.copy_(F.layer_norm(rows, (width,), weight, bias, eps))
+
+        _run(copy_native, x_rows.size(0), width, block)
         return out
 
     compute = _compute_dtype(x)
@@ -113,11 +121,26 @@ def layer_norm_cpu(
         return out
     x_rows, out_rows = as_matrix(x, out)
     block = _block_rows(width)
-    for start in range(0, x_rows.size(0), block):
-        wide = x_rows[start : start + block].to(compute)
-        normal = F.layer_norm(wide, (width,), None, None, eps)
-        _finish(normal, out_rows[start : start + block], gain, shift, round_dtype, out_dtype)
+
+    def work(start: int, stop: int) -> None:
+        for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
+            normal = F.layer_norm(rows.to(compute), (width,), None, None, eps)
+            _finish(normal, result, gain, shift, round_dtype, out_dtype)
+
+    _run(work, x_rows.size(0), width, block)
     return out
+
+
+def _rsqrt_mean_(total: Tensor, width: int, eps: float) -> Tensor:
+    """Turn sums of squares into ``1 / sqrt(sum / width + eps)``, in place, as ``mean``, ``+`` and ``rsqrt`` would."""
+    return total.div_(_scalar(width, total.dtype)).add_(_scalar(eps, total.dtype)).rsqrt_()
+
+
+@functools.lru_cache(maxsize=256)
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Give a number as a tensor: torch makes one of each number anew, which takes longer than the sum of a row."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
 
 
 def _finish(
@@ -206,7 +229,17 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _block_rows(width: int) -> int:
-    return max(1, min(_BLOCK_PER_THREAD * torch.get_num_threads(), _BLOCK_LIMIT) // max(width, 1))
+    """Choose rows for a block: few enough that torch's operations stay in one thread, where a row allows that."""
+    if width < SERIAL:
+        return (SERIAL - 1) // max(width, 1)
+    return max(1, min(_BLOCK_PER_THREAD * torch.get_num_threads(), _BLOCK_LIMIT) // width)
+
+
+def _run(work: Callable[[int, int], None], rows: int, width: int, block: int) -> None:
+    if width < SERIAL:
+        share_rows(work, rows, width, block)
+    else:
+        work(0, rows)
 
 
 def _buffer(slot: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:

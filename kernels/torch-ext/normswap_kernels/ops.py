@@ -133,31 +133,36 @@ def _validate(
         )
     if not x.dim():
         raise ValueError("expected x of shape (..., N), got a tensor without dimensions: pass at least one row")
-    width = x.size(-1)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}")
-        if parameter.dtype not in _PARAMETER_DTYPES and parameter.dtype != x.dtype:
-            raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
-        if parameter.dim() != 1 or parameter.size(0) != width:
-            raise ValueError(
-                f"expected {name} of shape ({width},) for rows of {width}, got {tuple(parameter.shape)}: "
-                "pass the parameter of a norm of this width"
-            )
-        if parameter.device != x.device:
-            raise ValueError(
-                f"expected {name} on the device of x, {x.device}, got {parameter.device}: move one to the other"
-            )
-    for name, value in (("eps", eps), ("offset", offset)):
-        if not isinstance(value, (int, float)):
-            raise TypeError(f"expected {name} to be a number, got {type(value).__name__}: pass a float")
+    if weight is not None:
+        _validate_parameter("weight", weight, x)
+    if bias is not None:
+        _validate_parameter("bias", bias, x)
+    if not (isinstance(eps, (int, float)) and isinstance(offset, (int, float))):
+        kinds = f"{type(eps).__name__} and {type(offset).__name__}"
+        raise TypeError(f"expected eps and offset to be numbers, got {kinds}: pass floats")
     if not 0 <= eps < math.inf:
         raise ValueError(f"expected a finite eps of 0 or more, got {eps}: pass the norm's own eps")
-    for name, dtype in (("round_dtype", round_dtype), ("out_dtype", out_dtype)):
-        if dtype is not None and dtype not in _INPUT_DTYPES:
-            raise TypeError(f"expected {name} to be a floating dtype of torch, got {dtype}")
+    if not (out_dtype in _INPUT_DTYPES and (round_dtype is None or round_dtype in _INPUT_DTYPES)):
+        raise TypeError(
+            f"expected round_dtype and out_dtype to be floating dtypes of torch, got {round_dtype} and {out_dtype}"
+        )
+
+
+def _validate_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}: pass a torch.Tensor")
+    if parameter.dtype not in _PARAMETER_DTYPES and parameter.dtype != x.dtype:
+        raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
+    width = x.size(-1)
+    if parameter.dim() != 1 or parameter.size(0) != width:
+        raise ValueError(
+            f"expected {name} of shape ({width},) for rows of {width}, got {tuple(parameter.shape)}: "
+            "pass the parameter of a norm of this width"
+        )
+    if parameter.device != x.device:
+        raise ValueError(
+            f"expected {name} on the device of x, {x.device}, got {parameter.device}: move one to the other"
+        )
 
 
 def _direct(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
