@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Candidate", "embedding_size", "propose"]
+from normswap.settings import Settings, embedding_size
 
-_SPECIAL = re.compile(r"(^|_)token_(id|index)s?$|_(start|end)_id$|^(bos|eos|pad|unk|mask)_index$")
+__all__ = ["Candidate", "propose"]
+
 _POSITIONS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
     "max_target_positions", "max_source_positions", "max_2d_position_embeddings",
@@ -36,72 +37,6 @@ class Candidate:
     length: int
     shape: str
     batches: list[dict[str, Any]]
-
-
-class Settings:
-    """Reads a configuration and those nested in it."""
-
-    def __init__(self, config: Any) -> None:
-        self.configs: list[Any] = []
-        self._collect(config)
-
-    def _collect(self, config: Any) -> None:
-        if any(config is known for known in self.configs):
-            return
-        self.configs.append(config)
-        for value in list(vars(config).values()):
-            if hasattr(value, "model_type") and hasattr(value, "to_dict"):
-                self._collect(value)
-
-    def sub(self, names: tuple[str, ...]) -> Settings | None:
-        """Settings of the first nested configuration of one of these names."""
-        for name in names:
-            value = getattr(self.configs[0], name, None)
-            if hasattr(value, "to_dict"):
-                return Settings(value)
-        return None
-
-    def integer(self, *names: str, default: int | None = None) -> int | None:
-        """The first positive integer found under one of these names."""
-        for name in names:
-            for config in self.configs:
-                value = getattr(config, name, None)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                    return value
-        return default
-
-    def value(self, *names: str) -> Any:
-        """The first value that is not None under one of these names."""
-        for name in names:
-            for config in self.configs:
-                value = getattr(config, name, None)
-                if value is not None:
-                    return value
-        return None
-
-    def special_ids(self) -> set[int]:
-        """Token ids that the configurations give a meaning to."""
-        found: set[int] = set()
-        for config in self.configs:
-            for name, value in vars(config).items():
-                if _SPECIAL.search(name):
-                    for entry in value if isinstance(value, (list, tuple)) else [value]:
-                        if isinstance(entry, int) and not isinstance(entry, bool):
-                            found.add(entry)
-        return found
-
-
-def embedding_size(model: nn.Module) -> int | None:
-    """How many token ids the model's input embedding takes; None if it does not say."""
-    try:
-        embedding = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError, TypeError):
-        return None
-    size = getattr(embedding, "num_embeddings", None)
-    if size is None:
-        weight = getattr(embedding, "weight", None)
-        size = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
-    return size if isinstance(size, int) else None
 
 
 def propose(
@@ -134,12 +69,20 @@ def propose(
     media = [("image", images), ("audio", sounds), ("video", videos)]
     for kind, group in media:
         for batches in group:
+            if kind == "image" and maker.image_token is not None:
+                # Without a place in the text for each of its features an image is refused or ignored.
+                if tokens and (placed := maker.placed(tokens[0], batches)):
+                    yield maker.finish(f"{maker.word(rows)}+{kind}", placed, batches)
+                continue
             # With text beside it, as in CLIP, the media come first: with text alone their tower does not run.
             for text in tokens:
                 yield maker.finish(f"{maker.word(rows)}+{kind}", text, batches)
             yield maker.finish(kind, None, batches)
     for text in tokens:
         yield maker.finish(maker.word(rows), text, None)
+    if not (tokens or images or sounds or videos) and names:
+        for batches in maker.unnamed(names[0], length):
+            yield maker.finish("ids" if not batches[0][names[0]].is_floating_point() else "tensor", None, batches)
 
 
 class _Maker:
@@ -155,6 +98,8 @@ class _Maker:
         self.model, self.settings, self.names = model, settings, set(names)
         self.sequences, self.extra = sequences, extra
         self.generator = torch.Generator().manual_seed(seed)
+        token = settings.value("image_token_id", "image_token_index")
+        self.image_token: int | None = token if isinstance(token, int) else None
 
     def word(self, rows: list[list[int]]) -> str:
         return "text" if rows else "ids"
@@ -213,6 +158,57 @@ class _Maker:
         for height, width in sizes:
             yield self.repeat("pixel_values", 1, frames, channels, height, width)
 
+        if "image_grid_thw" in self.names:
+            yield self.patches(vision, channels)
+        for many in (1, 5, 3, 2) if self.image_token is not None else ():
+            for height, width in sizes:
+                batches = self.repeat("pixel_values", 1, many, channels, height, width)
+                if "image_sizes" in self.names:
+                    batches = [{**batch, "image_sizes": torch.tensor([[height, width]])} for batch in batches]
+                yield batches
+
+    def patches(self, vision: Settings, channels: int) -> list[dict[str, Any]]:
+        """Images that were cut into patches beforehand, with their grid."""
+        patch, depth = vision.integer("patch_size", default=14), vision.integer("temporal_patch_size", default=1)
+        assert patch is not None and depth is not None
+        side = 4 * (vision.integer("spatial_merge_size", default=2) or 2)
+        batches = self.repeat("pixel_values", side * side, channels * depth * patch * patch)
+        return [{**batch, "image_grid_thw": torch.tensor([[1, side, side]])} for batch in batches]
+
+    @torch.no_grad()
+    def placed(self, text: list[dict[str, Any]], media: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Put as many image tokens into each text, after its first token, as the model has features for an image."""
+        features = getattr(self.model, "get_image_features", None)
+        first = next(self.model.parameters(), torch.zeros(()))
+        if features is None or self.image_token is None:
+            return []
+        taken = inspect.signature(features).parameters
+        images = {
+            name: value.to(first.device, first.dtype if value.is_floating_point() else None)
+            for name, value in media[0].items()
+            if name in taken
+        }
+        try:
+            found = features(**images)
+            found = getattr(found, "pooler_output", found)
+            many = [found] if isinstance(found, torch.Tensor) else list(found)
+            count = sum(entry.numel() // entry.shape[-1] for entry in many)
+        # Whatever a model's code raises on an image that it was not made for.
+        except Exception:
+            return []
+        batches = []
+        for batch in text:
+            ids = batch["input_ids"]
+            marks = torch.zeros(1, ids.shape[1] + count, dtype=torch.long)
+            marks[:, 1 : 1 + count] = 1
+            images_in = torch.full((1, count), self.image_token)
+            more: dict[str, Any] = {"input_ids": torch.cat([ids[:, :1], images_in, ids[:, 1:]], 1)}
+            if "attention_mask" in batch:
+                more["attention_mask"] = torch.ones_like(marks)
+            more |= {name: marks for name in ("token_type_ids", "mm_token_type_ids") if name in self.names}
+            batches.append({**batch, **more})
+        return batches
+
     def videos(self) -> Iterator[list[dict[str, Any]]]:
         for batches in self.images():
             pixels = batches[0]["pixel_values"]
@@ -240,6 +236,18 @@ class _Maker:
 
     def repeat(self, name: str, *shape: int) -> list[dict[str, Any]]:
         return [{name: self.draw(*shape)} for _ in range(self.sequences)]
+
+    def unnamed(self, name: str, length: int) -> Iterator[list[dict[str, Any]]]:
+        """For a module of unknown make: ids where it embeds some, else rows as wide as its first map."""
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding):
+                top, shape = module.num_embeddings, (1, min(length, 32))
+                yield [{name: torch.randint(top, shape, generator=self.generator)} for _ in range(self.sequences)]
+                return
+            if isinstance(module, (nn.Linear, nn.LayerNorm)):
+                width = module.in_features if isinstance(module, nn.Linear) else module.normalized_shape[-1]
+                yield self.repeat(name, 1, 32, width)
+                return
 
     def finish(self, kind: str, text: list[dict[str, Any]] | None, media: list[dict[str, Any]] | None) -> Candidate:
         if text is None:

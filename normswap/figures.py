@@ -122,16 +122,16 @@ class Served:
         tokens: distributions compared; None without logits.
     """
 
-    error_original: float | None
-    error_converted: float | None
-    ratio: float | None
-    ratio_interval: tuple[float, float] | None
-    kl_original: float | None
-    kl_converted: float | None
-    top1_agreement: float | None
-    top1_agreement_original: float | None
-    max_abs: float | None
-    tokens: int | None
+    error_original: float | None = None
+    error_converted: float | None = None
+    ratio: float | None = None
+    ratio_interval: tuple[float, float] | None = None
+    kl_original: float | None = None
+    kl_converted: float | None = None
+    top1_agreement: float | None = None
+    top1_agreement_original: float | None = None
+    max_abs: float | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -158,17 +158,17 @@ class NormFigures:
     name: str
     calls: int
     elements: int
-    dtype: str | None
-    max_ulp: float | None
-    mean_ulp: float | None
-    bound_ulp: float | None
-    bit_identical_fraction: float | None
-    bound_identical: float | None
-    error_original: float | None
-    error_swapped: float | None
-    exact_ulp_original: float | None
-    exact_ulp_swapped: float | None
-    passed: bool | None
+    dtype: str | None = None
+    max_ulp: float | None = None
+    mean_ulp: float | None = None
+    bound_ulp: float | None = None
+    bit_identical_fraction: float | None = None
+    bound_identical: float | None = None
+    error_original: float | None = None
+    error_swapped: float | None = None
+    exact_ulp_original: float | None = None
+    exact_ulp_swapped: float | None = None
+    passed: bool | None = None
 
 
 @dataclass(frozen=True)

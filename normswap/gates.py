@@ -54,7 +54,7 @@ def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormF
     failures = [f"norms: {name}: {problem}" for problem in dict.fromkeys(meter.problems)]
     if meter.elements == 0:
         passed = False if failures else None
-        return NormFigures(name, meter.calls, 0, None, *[None] * 9, passed), failures
+        return NormFigures(name, meter.calls, 0, passed=passed), failures
     coarse = meter.dtype in _HALF or meter.twice
     bound = criterion.max_ulp_rounded_twice if meter.twice else criterion.max_ulp
     unit = meter.dtype if meter.dtype in _HALF else meter.middle

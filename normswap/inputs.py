@@ -13,6 +13,7 @@ from torch import nn
 
 from normswap import candidates
 from normswap.errors import ModelError, UsageError
+from normswap.settings import embedding_size
 
 __all__ = ["Inputs", "make_inputs", "output_of", "run"]
 
@@ -246,7 +247,7 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _known(rows: list[list[int]], tokenizer: Any, model: nn.Module, *, insist: bool) -> list[list[int]]:
     """Refuse ids beyond the embedding; drop text of which the tokenizer knows less than half."""
-    size = candidates.embedding_size(model)
+    size = embedding_size(model)
     top = max(max(row) for row in rows)
     if size is not None and top >= size:
         raise ModelError(

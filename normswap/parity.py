@@ -122,7 +122,7 @@ class _Session:
             a = self.run_original(dtype, reference, keep=None)
             b = self.run_converted(dtype, reference, exact=None, served=True)
         assert exact is not None
-        served = Served(*[None] * 10)
+        served = Served()
         if reference is not None:
             served, failures = judge_served(a.gaps, b.gaps, a.tokens, b.tokens, self.criterion)
             self.failures += failures
@@ -158,8 +158,8 @@ class _Session:
         if first is not None and first.device.type != self.device.type:
             model = model.to(self.device)
         # The grouped product of experts has no float64.
-        if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")
+        if dtype == torch.float64 and callable(choose := getattr(model, "set_experts_implementation", None)):
+            choose("eager")
         try:
             yield model
         finally:
@@ -220,12 +220,10 @@ class _Session:
                 result.exact, failures = judge_exact(exact_gaps, control, self.criterion)
                 self.failures += failures
         if served:
-            for name, meter in meters.items():
-                figures, failures = judge_norm(name, meter, self.criterion)
-                result.norms.append(figures)
-                self.failures += failures
+            judged = [judge_norm(name, meter, self.criterion) for name, meter in meters.items()]
+            result.norms = [figures for figures, _ in judged]
             failures, notes = judge_reach(result.norms)
-            self.failures += failures
+            self.failures += [failure for _, failed in judged for failure in failed] + failures
             self.notes += notes
         return result
 

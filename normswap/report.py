@@ -148,7 +148,7 @@ def render_inspection(rows: Sequence[dict[str, Any]]) -> str:
         table.append([row["pattern"], row["class"], str(row["count"]), row["action"], words])
     total = sum(totals.values())
     parts = ", ".join(f"{count} to {action}" for action, count in totals.items())
-    return "\n".join([*_table(table), "", f"{total} norms: {parts}" if total else "no norm found"])
+    return "\n".join([*_flowing(table), "", f"{total} norms: {parts}" if total else "no norm found"])
 
 
 def spec_words(spec: dict[str, Any]) -> str:
@@ -176,14 +176,31 @@ def _wrap(text: str, label: str) -> list[str]:
 
 def _table(rows: list[list[str]]) -> list[str]:
     """Align columns; the widest one gives way, from its middle, where a line would pass the page."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = _widths(rows)
     gaps = 2 * (len(widths) - 1)
     widest = widths.index(max(widths))
     widths[widest] = max(12, min(widths[widest], _WIDTH - gaps - sum(widths) + widths[widest]))
-    return [
-        "  ".join(_shorten(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return [_row([_shorten(cell, width) for cell, width in zip(row, widths, strict=True)], widths) for row in rows]
+
+
+def _flowing(rows: list[list[str]]) -> list[str]:
+    """Align columns, the last of which goes on in further lines where it would pass the page."""
+    widths = _widths(rows)
+    rest = max(30, _WIDTH - 2 * (len(widths) - 1) - sum(widths[:-1]))
+    lines = []
+    for *cells, last in rows:
+        for part in textwrap.wrap(last, rest, break_on_hyphens=False) or [""]:
+            lines.append(_row([*cells, part], widths))
+            cells = [""] * len(cells)
+    return lines
+
+
+def _widths(rows: list[list[str]]) -> list[int]:
+    return [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+
+
+def _row(cells: list[str], widths: list[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _shorten(text: str, width: int) -> str:

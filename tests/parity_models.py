@@ -31,10 +31,7 @@ class Swapped(nn.Module):
         wide = x.double()
         n = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         gain = (self.original.weight.double() + self.offset) * self.scale
-        if self.gain_first:
-            out = (n * gain).to(x.dtype)
-        else:
-            out = (n.to(x.dtype).double() * gain).to(x.dtype)
+        out = ((n if self.gain_first else n.to(x.dtype).double()) * gain).to(x.dtype)
         if self.spoil is not None:
             out[..., 0, 0] = self.spoil
         return out
