@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -44,8 +45,7 @@ def model_class(source: Source) -> type:
     auto_map = getattr(config, "auto_map", None) or {}
     if source.trust_remote_code and (reference := _remote_reference(auto_map, named)):
         return _remote_class(source, reference)
-    native = getattr(transformers, named, None) if isinstance(named, str) else None
-    if isinstance(native, type) and issubclass(native, transformers.PreTrainedModel):
+    if isinstance(named, str) and (native := _native_class(config, named)):
         return native
     for auto in _auto_classes(config):
         mapping = auto._model_mapping
@@ -79,11 +79,11 @@ def build_meta(source: Source) -> nn.Module:
                 # Code that computes on tensors while it builds fails on meta: make only the parameters meta.
                 with _meta_parameters():
                     model = cls._from_config(source.config)  # type: ignore[attr-defined]
-                model.to("meta")
     except Exception as error:
         raise ModelError(
             f"cannot build {cls.__name__} from the config of {source.name}: {first_line(error)}"
         ) from error
+    _to_meta(model)
     return model.eval()
 
 
@@ -144,6 +144,20 @@ def load_tokenizer(source: Source) -> Any:
         raise ModelError(f"cannot load the tokenizer of {source.name}: {first_line(error)}") from error
 
 
+def _native_class(config: transformers.PretrainedConfig, named: str) -> type | None:
+    """Find a class by name in transformers, also one that only its own module exports, as towers are."""
+    places: list[Any] = [transformers]
+    home, _, module = type(config).__module__.rpartition(".")
+    if home.startswith("transformers.") and module.startswith("configuration_"):
+        with contextlib.suppress(ImportError):
+            places.append(importlib.import_module(f"{home}.{module.replace('configuration_', 'modeling_', 1)}"))
+    for place in places:
+        found = getattr(place, named, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    return None
+
+
 def _auto_classes(config: transformers.PretrainedConfig) -> Iterator[Any]:
     if getattr(config, "is_encoder_decoder", False):
         heads: tuple[str, ...] = _SEQ2SEQ_FIRST
@@ -186,10 +200,12 @@ def _quantization(config: transformers.PretrainedConfig) -> str | None:
 def _check_complete(source: Source, info: dict[str, Any], lenient: bool) -> None:
     wrong = sorted(info["mismatched_keys"])
     if wrong and not lenient:
-        key, got, expected = wrong[0]
+        # transformers 5 gives key, shape found and shape expected; transformers 4 the key alone.
+        key, *shapes = (wrong[0],) if isinstance(wrong[0], str) else wrong[0]
+        told = f" has {tuple(shapes[0])}, expected {tuple(shapes[1])}" if shapes else ""
         raise CheckpointError(
-            f"{len(wrong)} tensors of {source.name} do not have the shape that its config gives: {key} has "
-            f"{tuple(got)}, expected {tuple(expected)}; config.json and weights belong to different models"
+            f"{len(wrong)} tensors of {source.name} do not have the shape that its config gives: {key}{told}; "
+            "config.json and weights belong to different models"
         )
     missing = sorted(info["missing_keys"])
     pooler = [key for key in missing if "pooler" in key.split(".")]
@@ -225,6 +241,24 @@ def _told(source: Source, method: str | None) -> Iterator[None]:
         raise ModelError(f"{lead}: out of memory; try a narrower dtype or another device") from error
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
         raise ModelError(f"{lead}: {first_line(error)}") from error
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Move what a model made elsewhere in spite of the device context, keeping ties (`nn.Module.to` unties)."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for store in (module._parameters, module._buffers):
+            for name, value in store.items():
+                if value is None or value.device.type == "meta":
+                    continue
+                if value not in moved:
+                    there = value.detach().to("meta")
+                    moved[value] = (
+                        nn.Parameter(there, requires_grad=value.requires_grad)
+                        if isinstance(value, nn.Parameter)
+                        else there
+                    )
+                store[name] = moved[value]  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
