@@ -11,7 +11,7 @@ from typing import Any
 from normswap._version import __version__
 from normswap.atomic import AtomicFolder, check_output
 from normswap.errors import CheckpointError, OutputError
-from normswap.headers import Entry, load_pickle
+from normswap.finite import check_finite
 from normswap.listing import MANIFEST, follow
 from normswap.shards import Checkpoint, check_source
 
@@ -30,41 +30,6 @@ __all__ = [
 
 _CHUNK = 1 << 24
 _SCHEMA = 1
-_FLOATS = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "C64": "float32",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}
-
-
-def check_finite(checkpoint: Checkpoint) -> None:
-    """Read every floating-point tensor, a piece at a time, and refuse NaN and infinite values.
-
-    Raises:
-        CheckpointError: a tensor holds some; it is named, with their number.
-    """
-    for name in checkpoint.files:
-        entries = {key: entry for key, entry in checkpoint.tensors.items() if entry.file == name}
-        real = follow(checkpoint.path, name)
-        pieces = _safetensors_pieces if checkpoint.format == "safetensors" else _pickle_pieces
-        counts: dict[str, int] = {}
-        for key, piece in pieces(real, name, entries):
-            counts[key] = counts.get(key, 0) + _count_bad(piece)
-        bad = {key: count for key, count in counts.items() if count}
-        if bad:
-            key = next(iter(bad))
-            more = f" (and {len(bad) - 1} more tensors of this file do)" if len(bad) > 1 else ""
-            raise CheckpointError(
-                f"{key} in {name} holds {bad[key]} NaN or infinite values{more}; the checkpoint is damaged, or its "
-                "training diverged"
-            )
 
 
 def hash_weights(checkpoint: Checkpoint) -> dict[str, str]:
@@ -181,43 +146,3 @@ def _pieces(stream: Any, source: Path) -> Iterator[memoryview]:
         if not count:
             return
         yield memoryview(buffer)[:count]
-
-
-def _safetensors_pieces(file: Path, name: str, entries: dict[str, Entry]) -> Iterator[tuple[str, Any]]:
-    import torch
-
-    with file.open("rb") as stream:
-        for key, entry in entries.items():
-            if entry.dtype not in _FLOATS or entry.start is None or entry.end is None:
-                continue
-            dtype = getattr(torch, _FLOATS[entry.dtype])
-            stream.seek(entry.start)
-            left = entry.end - entry.start
-            while left:
-                data = bytearray(min(left, _CHUNK))
-                if stream.readinto(data) != len(data):
-                    raise CheckpointError(f"{name} changed while it was read: {key} is cut short; run again")
-                left -= len(data)
-                yield key, torch.frombuffer(data, dtype=dtype)
-
-
-def _pickle_pieces(file: Path, name: str, entries: dict[str, Entry]) -> Iterator[tuple[str, Any]]:
-    for key, tensor in load_pickle(file, name, "cpu").items():
-        if key in entries and (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-            flat = tensor.reshape(-1)
-            for piece in flat.split(_CHUNK // 4):
-                yield key, piece
-
-
-def _count_bad(piece: Any) -> int:
-    import torch
-
-    if piece.is_complex():
-        piece = torch.view_as_real(piece)
-    if piece.element_size() == 1:
-        piece = piece.float()
-    # One pass that spreads NaN, with no temporaries; only damaged pieces are looked at again.
-    low, high = torch.aminmax(piece)
-    if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
-        return 0
-    return int((~torch.isfinite(piece)).sum())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from normswap.checkpoint import check_finite, check_source
 from normswap.errors import CheckpointError
+from normswap.finite import _FLOATS, _count_bad
 
 
 @pytest.fixture
@@ -107,9 +109,23 @@ def test_nan_and_infinity_are_found_in_every_float_type(tmp_path: Path, dtype: t
 
 
 def test_infinity_is_found_past_the_first_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normswap.checkpoint._CHUNK", 1024)
+    monkeypatch.setattr("normswap.finite._CHUNK", 1024)
     weight = torch.zeros(1000)
     weight[999] = float("-inf")
     save_file({"w": weight, "empty": torch.zeros(0)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"w in model.safetensors holds 1 NaN or infinite values"):
         check_finite(check_source(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", sorted(set(_FLOATS.values()), key=str), ids=str)
+def test_the_quick_look_agrees_with_arithmetic_on_every_pattern(dtype: torch.dtype) -> None:
+    width = dtype.itemsize
+    # All patterns of the leading bits, which hold sign and exponent; the trailing ones all clear or all set.
+    leading = np.arange(1 << min(8 * width, 13), dtype=np.uint64) << max(8 * width - 13, 0)
+    trailing = np.uint64((1 << max(8 * width - 13, 0)) - 1)
+    for bits in (leading, leading | trailing):
+        patterns = bits.astype(f"u{width}")
+        values = torch.from_numpy(patterns.view(np.uint8).copy()).view(dtype)
+        truth = ~torch.isfinite(values if width > 1 else values.float())
+        found = [_count_bad(patterns[i : i + 1].view(np.uint8), dtype) for i in range(len(patterns))]
+        assert found == truth.int().tolist()
