@@ -229,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [compile_case(case, target) for case in default_cases() for target in targets]
     if options.json != "-":
         print(
-            f"{'operation':11}{'width':>6}  {'dtype':9}{'target':8}{'load B':>7}{'store B':>8}{'least B':>8}{'regs':>6}{'spills':>7}"
+            f"{'operation':11}{'width':>6}  {'dtype':9}{'target':8}"
+            f"{'load B':>7}{'store B':>8}{'least B':>8}{'regs':>6}{'spills':>7}"
         )
         for r in results:
             print(

@@ -18,13 +18,13 @@ from torch import Tensor
 from .rows import as_matrix, empty_rows
 from .threads import SERIAL, share_rows
 
-# Below this size whole temporaries fit in the cache and the fewest calls win.
-_SMALL = 2**17
-
 # Rows that are too long for a serial operation go through torch's own threads, in blocks of this many elements for
 # each of them: 1 MB of float32.
 _BLOCK_PER_THREAD = 2**18
 _BLOCK_LIMIT = 2**22
+
+# Views of the scratch space that are kept: a model has few shapes of a decoding step.
+_KEPT_VIEWS = 64
 
 _local = threading.local()
 
@@ -43,46 +43,52 @@ def rms_norm_cpu(
     Bit-identical with the eager classes of transformers, but for one lone row of 32,768 elements or more: there
     torch splits the sum over its threads, and here the row gets the sum that it gets among other rows.
     """
-    compute = _compute_dtype(x)
-    gain, shift = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
-    width = x.size(-1)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if weight is not None or bias is not None:
+        weight, bias = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
     numel = x.numel()
-    if width < SERIAL and 0 < numel <= _SMALL and x.is_contiguous():
-        wide = x if x.dtype == compute else x.to(compute)
-        scale = _rsqrt_mean_(wide.mul(wide).sum(-1, True), width, eps)
-        rows = wide.mul(scale) if wide is x else wide.mul_(scale)
-        return _finish(rows, None, gain, shift, round_dtype, out_dtype)
+    if 0 < numel < SERIAL and x.is_contiguous():
+        out = torch.empty_like(x, dtype=out_dtype)
+        _rms_norm_block(x, out, _scratch(x.shape, compute), weight, bias, eps, round_dtype)
+        return out
 
     out = empty_rows(x, out_dtype)
     if not numel:
         return out
+    width = x.size(-1)
     x_rows, out_rows = as_matrix(x, out)
     block = _block_rows(width)
 
     def work(start: int, stop: int) -> None:
-        square = _buffer(0, block, width, compute)
-        value = None if x.dtype == compute else _buffer(1, block, width, compute)
-        total = _buffer(2, block, 1, compute)
         for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
-            count = rows.size(0)
-            if count < block:
-                square, total = square[:count], total[:count]
-                value = None if value is None else value[:count]
-            if value is not None:
-                rows = value.copy_(rows)
-            torch.mul(rows, rows, out=square)
-            if count == 1 and width >= SERIAL:
-                # Twice the same row: a sum with two results is not split, and so is the same as among other rows.
-                scale = square.expand(2, width).sum(-1, True)[:1]
-            else:
-                scale = torch.sum(square, -1, True, out=total)
-            _rsqrt_mean_(scale, width, eps)
-            # The squares are spent; a row of x itself must not be written to.
-            normal = torch.mul(rows, scale, out=square if value is None else value)
-            _finish(normal, result, gain, shift, round_dtype, out_dtype)
+            _rms_norm_block(rows, result, _scratch(rows.shape, compute), weight, bias, eps, round_dtype)
 
     _run(work, x_rows.size(0), width, block)
     return out
+
+
+def _rms_norm_block(
+    x: Tensor,
+    out: Tensor,
+    scratch: tuple[Tensor, Tensor, Tensor],
+    gain: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    round_dtype: torch.dtype | None,
+) -> None:
+    square, value, total = scratch
+    if x.dtype != value.dtype:
+        x = value.copy_(x)
+    torch.mul(x, x, out=square)
+    width = x.size(-1)
+    if width >= SERIAL and total.numel() == 1:
+        # Twice the same row: a sum with two results is not split, and so is the same as among other rows.
+        total.copy_(square.expand(2, width).sum(-1, True)[:1])
+    else:
+        torch.sum(square, -1, True, out=total)
+    # eps + sum / width in one call, with the roundings of mean and +.
+    torch.addcdiv(_scalar(eps, total.dtype), total, _scalar(width, total.dtype), out=total)
+    _finish(torch.mul(x, total.rsqrt_(), out=value), out, gain, shift, round_dtype)
 
 
 def layer_norm_cpu(
@@ -101,7 +107,7 @@ def layer_norm_cpu(
     width = x.size(-1)
     if round_dtype is None and out_dtype == x.dtype:
         weight, bias = _native_parameters(x, weight, bias, offset)
-        if x.is_contiguous() or x.numel() <= _SMALL:
+        if x.is_contiguous() or x.numel() < SERIAL:
             return F.layer_norm(x, (width,), weight, bias, eps)
         out = torch.empty(x.shape, dtype=out_dtype)
         x_rows, out_rows = as_matrix(x, out)
@@ -114,7 +120,7 @@ def layer_norm_cpu(
         _run(copy_native, x_rows.size(0), width, block)
         return out
 
-    compute = _compute_dtype(x)
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     gain, shift = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
     out = torch.empty(x.shape, dtype=out_dtype)
     if not out.numel():
@@ -125,61 +131,38 @@ def layer_norm_cpu(
     def work(start: int, stop: int) -> None:
         for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
             normal = F.layer_norm(rows.to(compute), (width,), None, None, eps)
-            _finish(normal, result, gain, shift, round_dtype, out_dtype)
+            _finish(normal, result, gain, shift, round_dtype)
 
     _run(work, x_rows.size(0), width, block)
     return out
 
 
-def _rsqrt_mean_(total: Tensor, width: int, eps: float) -> Tensor:
-    """Turn sums of squares into ``1 / sqrt(sum / width + eps)``, in place, as ``mean``, ``+`` and ``rsqrt`` would."""
-    return total.div_(_scalar(width, total.dtype)).add_(_scalar(eps, total.dtype)).rsqrt_()
-
-
-@functools.lru_cache(maxsize=256)
-def _scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Give a number as a tensor: torch makes one of each number anew, which takes longer than the sum of a row."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
-
-
 def _finish(
-    rows: Tensor,
-    out: Tensor | None,
-    gain: Tensor | None,
-    shift: Tensor | None,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Round, apply gain and bias, round. ``rows`` is overwritten; ``out`` None allocates the result."""
-    middle = rows.dtype if round_dtype is None else round_dtype
-    if middle == out_dtype and all(p is None or p.dtype == out_dtype for p in (gain, shift)):
-        if rows.dtype != out_dtype:
-            rows = rows.to(out_dtype) if out is None else out.copy_(rows)
-        elif out is not None:
-            if gain is None:
-                rows = out.copy_(rows)
-            else:
-                rows, gain = torch.mul(rows, gain, out=out), None
-        if gain is not None:
-            rows.mul_(gain)
-        return rows if shift is None else rows.add_(shift)
+    rows: Tensor, out: Tensor, gain: Tensor | None, shift: Tensor | None, round_dtype: torch.dtype | None
+) -> None:
+    """Round, apply gain and bias, round: from ``rows``, which is overwritten, to ``out``."""
+    dtype, wide = out.dtype, rows.dtype
+    middle = wide if round_dtype is None else round_dtype
+    if middle == dtype and (gain is None or gain.dtype == dtype) and (shift is None or shift.dtype == dtype):
+        if dtype == wide and gain is not None:
+            torch.mul(rows, gain, out=out)
+        else:
+            out.copy_(rows)
+            if gain is not None:
+                out.mul_(gain)
+        if shift is not None:
+            out.add_(shift)
+        return
 
-    rounds = round_dtype is not None
-    if rounds:
-        _round(rows, middle)
+    if middle != wide:
+        rows.copy_(rows.to(middle))
     if gain is not None:
         rows.mul_(gain)
-        if rounds and shift is not None:
-            _round(rows, out_dtype)
     if shift is not None:
+        if gain is not None and round_dtype is not None and dtype != wide:
+            rows.copy_(rows.to(dtype))
         rows.add_(shift)
-    return rows.to(out_dtype) if out is None else out.copy_(rows)
-
-
-def _round(rows: Tensor, dtype: torch.dtype) -> None:
-    if rows.dtype != dtype:
-        rows.copy_(rows.to(dtype))
+    out.copy_(rows)
 
 
 def _parameters(
@@ -195,13 +178,18 @@ def _parameters(
     A product of two narrow numbers that is rounded once is the same in torch's narrow multiplication and in
     float32, so parameters of the middle and output dtype stay as they are and save two conversions of each row.
     """
-    narrow = round_dtype == out_dtype and (weight is None or (weight.dtype == out_dtype and not offset))
-    narrow = narrow and (bias is None or bias.dtype == out_dtype)
+    narrow = (
+        round_dtype == out_dtype
+        and (weight is None or (weight.dtype == out_dtype and not offset))
+        and (bias is None or bias.dtype == out_dtype)
+    )
     if not narrow:
-        weight = None if weight is None else weight.to(compute)
-        bias = None if bias is None else bias.to(compute)
+        if weight is not None and weight.dtype != compute:
+            weight = weight.to(compute)
+        if bias is not None and bias.dtype != compute:
+            bias = bias.to(compute)
     if weight is not None and offset:
-        weight = weight + offset
+        weight = weight + _scalar(offset, compute)
     return weight, bias
 
 
@@ -209,9 +197,10 @@ def _native_parameters(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float
 ) -> tuple[Tensor | None, Tensor | None]:
     """Bring gain and bias to dtypes that torch's layer norm takes beside ``x``: both of its dtype, or both float32."""
-    if not offset and all(p is None or p.dtype == x.dtype for p in (weight, bias)):
+    dtype = x.dtype
+    if not offset and (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
         return weight, bias
-    compute = _compute_dtype(x)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
     if weight is not None:
         weight = weight.to(compute)
         weight = weight + offset if offset else weight
@@ -219,13 +208,9 @@ def _native_parameters(
         bias = bias.to(compute)
         # torch looks at the gain alone to see which dtype the parameters have.
         weight = torch.ones_like(bias) if weight is None else weight
-    elif weight is not None and x.dtype != compute:
+    elif weight is not None and dtype != compute:
         bias = torch.zeros_like(weight)
     return weight, bias
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _block_rows(width: int) -> int:
@@ -242,17 +227,36 @@ def _run(work: Callable[[int, int], None], rows: int, width: int, block: int) ->
         work(0, rows)
 
 
-def _buffer(slot: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Give a scratch matrix of this thread; what it holds is undefined."""
-    size = rows * width
-    buffers: dict[tuple[int, torch.dtype], Tensor] | None = getattr(_local, "buffers", None)
-    if buffers is None:
-        buffers = _local.buffers = {}
-    buffer = buffers.get((slot, dtype))
-    if buffer is None or buffer.numel() < size:
-        # A buffer born in inference mode could not be written to outside it.
+@functools.lru_cache(maxsize=256)
+def _scalar(value: float, dtype: torch.dtype) -> Tensor:
+    """Give a number as a tensor: torch makes one of each number anew, which takes longer than the sum of a row."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
+
+
+def _scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Give this thread's scratch space: two tensors of a shape and one of a number for each row, undefined."""
+    views: dict[object, tuple[Tensor, Tensor, Tensor]] | None = getattr(_local, "views", None)
+    if views is None:
+        views = _local.views = {}
+        _local.space = {}
+    found = views.get((shape, dtype))
+    if found is not None:
+        return found
+    size = shape.numel()
+    space = _local.space.get(dtype)
+    if space is None or space.size(1) < size:
+        # Space born in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            buffer = torch.empty(size, dtype=dtype)
+            space = torch.empty((3, max(size, SERIAL)), dtype=dtype)
         if size <= _BLOCK_LIMIT:
-            buffers[slot, dtype] = buffer
-    return buffer[:size].view(rows, width)
+            _local.space[dtype] = space
+            views.clear()
+    with torch.inference_mode(False):
+        totals = space[2, : size // shape[-1]].view(*shape[:-1], 1)
+        found = space[0, :size].view(shape), space[1, :size].view(shape), totals
+    if size <= _BLOCK_LIMIT:
+        if len(views) >= _KEPT_VIEWS:
+            views.clear()
+        views[shape, dtype] = found
+    return found

@@ -133,10 +133,11 @@ def _validate(
         )
     if not x.dim():
         raise ValueError("expected x of shape (..., N), got a tensor without dimensions: pass at least one row")
+    shape = x.shape[-1:]
     if weight is not None:
-        _validate_parameter("weight", weight, x)
+        _validate_parameter("weight", weight, x, shape)
     if bias is not None:
-        _validate_parameter("bias", bias, x)
+        _validate_parameter("bias", bias, x, shape)
     if not (isinstance(eps, (int, float)) and isinstance(offset, (int, float))):
         kinds = f"{type(eps).__name__} and {type(offset).__name__}"
         raise TypeError(f"expected eps and offset to be numbers, got {kinds}: pass floats")
@@ -148,15 +149,14 @@ def _validate(
         )
 
 
-def _validate_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
+def _validate_parameter(name: str, parameter: Tensor, x: Tensor, shape: torch.Size) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}: pass a torch.Tensor")
-    if parameter.dtype not in _PARAMETER_DTYPES and parameter.dtype != x.dtype:
+    if parameter.dtype != x.dtype and parameter.dtype not in _PARAMETER_DTYPES:
         raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
-    width = x.size(-1)
-    if parameter.dim() != 1 or parameter.size(0) != width:
+    if parameter.shape != shape:
         raise ValueError(
-            f"expected {name} of shape ({width},) for rows of {width}, got {tuple(parameter.shape)}: "
+            f"expected {name} of shape {tuple(shape)} for rows of {shape[0]}, got {tuple(parameter.shape)}: "
             "pass the parameter of a norm of this width"
         )
     if parameter.device != x.device:
