@@ -19,8 +19,7 @@ from normswap import hub
 from normswap.errors import CheckpointError, ModelError, NormswapError, UsageError
 from normswap.loading import Source, build_meta, load_model, load_tokenizer, model_class, resolve
 
-# Torch lists its factory functions at the first use of a device context, and never again: this must happen before a
-# fixture replaces some of them, or models "on meta" are built in memory.
+# Torch lists its factory functions once, at the first device context: not while a fixture has replaced some of them.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -53,8 +52,7 @@ class MineForCausalLM(PreTrainedModel):
 
 def llama_config(**changes: Any) -> LlamaConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaConfig(**{**sizes, **heads, **changes})
+    return LlamaConfig(**{**sizes, "num_attention_heads": 2, "num_key_value_heads": 2, **changes})
 
 
 def bert_config() -> BertConfig:
