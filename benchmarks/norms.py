@@ -28,8 +28,8 @@ from normswap_kernels import check_backend, layer_norm, layers, rms_norm
 
 EPS = 1e-6
 
-# A sample lasts at least this long, so that the clock and one stray interruption do not count.
-SAMPLE_SECONDS = 0.002
+# A sample lasts at least this long, so that the clock does not count; and at most so, so that few are interrupted.
+SAMPLE_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def measure(contenders: list[Callable], x: torch.Tensor, repeats: int) -> list[f
         seconds = min(_sample(contender, x, 1) for _ in range(5))
         calls.append(max(1, int(SAMPLE_SECONDS / max(seconds, 1e-7))))
     samples: list[list[float]] = [[] for _ in contenders]
-    for _ in range(repeats):
+    # Short calls are disturbed the most and cost the least.
+    for _ in range(repeats if min(calls) == 1 else 20 * repeats):
         for contender, count, found in zip(contenders, calls, samples, strict=True):
             found.append(_sample(contender, x, count) / count)
     return [statistics.median(found) for found in samples]

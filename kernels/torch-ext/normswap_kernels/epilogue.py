@@ -1,7 +1,7 @@
 """What both kernels do with a normalised tile: round, apply gain and bias, round.
 
-The interpreter turns float32 into bfloat16 by cutting off the low half of the word. `EMULATE`, on only there, rounds
-to nearest even in integer arithmetic first, after which nothing is left to cut off. So the interpreter checks the
+The interpreter turns float32 into bfloat16 by cutting off the low half of the word, and denormals into others.
+`EMULATE`, on only there, rounds to nearest even in integer arithmetic instead. So the interpreter checks the
 formulas, the masks, the strides and the places of the roundings. What remains for a GPU: its own conversions, its
 order of summation, the layouts that the compiler chooses, and races, of which the interpreter has none.
 """
@@ -27,9 +27,17 @@ def round_to(v, DTYPE: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-
         bits = v.to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         # Rounding up could carry a NaN's payload over into the sign; a set quiet bit keeps it a NaN when cut.
-        bits = tl.where(v != v, bits | 0x00400000, nearest) & 0xFFFF0000
-        v = bits.to(tl.float32, bitcast=True)
+        bits = tl.where(v != v, bits | 0x00400000, nearest) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return v.to(DTYPE)
+
+
+@triton.jit
+def widen(v, EMULATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Turn a tile into float32."""
+    if EMULATE and v.dtype == tl.bfloat16:
+        return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return v.to(tl.float32)
 
 
 @triton.jit
@@ -48,14 +56,14 @@ def gain_bias_round(  # type: ignore[no-untyped-def]
 ):
     """Finish a tile ``n`` ``(ROWS, BLOCK_N)`` of float32; ``cols`` and ``mask`` are ``(1, BLOCK_N)``."""
     if MIDDLE is not None:
-        n = round_to(n, MIDDLE, EMULATE).to(tl.float32)
+        n = widen(round_to(n, MIDDLE, EMULATE), EMULATE)
     if HAS_GAIN:
-        w = tl.load(w_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        w = widen(tl.load(w_ptr + cols, mask=mask, other=0.0), EMULATE)
         if OFFSET != 0.0:
             w = w + OFFSET
         n = n * w
         if MIDDLE is not None and HAS_BIAS:
-            n = round_to(n, OUT, EMULATE).to(tl.float32)
+            n = widen(round_to(n, OUT, EMULATE), EMULATE)
     if HAS_BIAS:
-        n = n + tl.load(b_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        n = n + widen(tl.load(b_ptr + cols, mask=mask, other=0.0), EMULATE)
     return round_to(n, OUT, EMULATE)

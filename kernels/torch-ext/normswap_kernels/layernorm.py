@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogue import gain_bias_round, triton_dtype
+from .epilogue import gain_bias_round, triton_dtype, widen
 from .launch import choose_tile, launching, warp_size
 
 
@@ -45,7 +45,7 @@ def _layer_norm_fwd_kernel(  # type: ignore[no-untyped-def]
         # A lone row is always there, and a mask along the columns only keeps the loads wide.
         mask = in_row if ROWS == 1 else in_row & (row < n_rows)
         at = block if DENSE else block.to(tl.int64) * x_col_stride
-        x = tl.load(x_rows + at, mask=mask, other=0.0).to(tl.float32)
+        x = widen(tl.load(x_rows + at, mask=mask, other=0.0), EMULATE)
         mean = tl.div_rn(tl.sum(x, axis=1)[:, None], width)
         # The lanes past the row hold -mean now and would count in the variance.
         centred = tl.where(mask, x - mean, 0.0)
@@ -60,7 +60,7 @@ def _layer_norm_fwd_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, n_cols, BLOCK_N):
             cols = start + block
             at = cols if DENSE else cols.to(tl.int64) * x_col_stride
-            x = tl.load(x_rows + at, mask=cols < n_cols, other=0.0).to(tl.float32)
+            x = widen(tl.load(x_rows + at, mask=cols < n_cols, other=0.0), EMULATE)
             total += x
         mean = tl.div_rn(tl.sum(total, axis=1)[:, None], width)
         # A pass of its own: the mean square less the squared mean would cancel on rows far from zero.
@@ -69,7 +69,7 @@ def _layer_norm_fwd_kernel(  # type: ignore[no-untyped-def]
             cols = start + block
             in_row = cols < n_cols
             at = cols if DENSE else cols.to(tl.int64) * x_col_stride
-            x = tl.load(x_rows + at, mask=in_row, other=0.0).to(tl.float32)
+            x = widen(tl.load(x_rows + at, mask=in_row, other=0.0), EMULATE)
             centred = tl.where(in_row, x - mean, 0.0)
             total += centred * centred
         var = tl.div_rn(tl.sum(total, axis=1)[:, None], width)
@@ -78,7 +78,7 @@ def _layer_norm_fwd_kernel(  # type: ignore[no-untyped-def]
             cols = start + block
             in_row = cols < n_cols
             at = cols if DENSE else cols.to(tl.int64) * x_col_stride
-            x = tl.load(x_rows + at, mask=in_row, other=0.0).to(tl.float32)
+            x = widen(tl.load(x_rows + at, mask=in_row, other=0.0), EMULATE)
             n = (x - mean) * scale
             y = gain_bias_round(
                 n, w_ptr, b_ptr, cols, in_row, HAS_GAIN, OFFSET, HAS_BIAS, MIDDLE, y_ptr.dtype.element_ty, EMULATE

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .epilogue import gain_bias_round, triton_dtype
+from .epilogue import gain_bias_round, triton_dtype, widen
 from .launch import choose_tile, launching, warp_size
 
 
@@ -45,7 +45,7 @@ def _rms_norm_fwd_kernel(  # type: ignore[no-untyped-def]
         # A lone row is always there, and a mask along the columns only keeps the loads wide.
         mask = in_row if ROWS == 1 else in_row & (row < n_rows)
         at = block if DENSE else block.to(tl.int64) * x_col_stride
-        x = tl.load(x_rows + at, mask=mask, other=0.0).to(tl.float32)
+        x = widen(tl.load(x_rows + at, mask=mask, other=0.0), EMULATE)
         mean = tl.div_rn(tl.sum(x * x, axis=1)[:, None], width)
         n = x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
         y = gain_bias_round(
@@ -57,7 +57,7 @@ def _rms_norm_fwd_kernel(  # type: ignore[no-untyped-def]
         for start in range(0, n_cols, BLOCK_N):
             cols = start + block
             at = cols if DENSE else cols.to(tl.int64) * x_col_stride
-            x = tl.load(x_rows + at, mask=cols < n_cols, other=0.0).to(tl.float32)
+            x = widen(tl.load(x_rows + at, mask=cols < n_cols, other=0.0), EMULATE)
             total += x * x
         mean = tl.div_rn(tl.sum(total, axis=1)[:, None], width)
         scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
@@ -65,7 +65,7 @@ def _rms_norm_fwd_kernel(  # type: ignore[no-untyped-def]
             cols = start + block
             in_row = cols < n_cols
             at = cols if DENSE else cols.to(tl.int64) * x_col_stride
-            n = tl.load(x_rows + at, mask=in_row, other=0.0).to(tl.float32) * scale
+            n = widen(tl.load(x_rows + at, mask=in_row, other=0.0), EMULATE) * scale
             y = gain_bias_round(
                 n, w_ptr, b_ptr, cols, in_row, HAS_GAIN, OFFSET, HAS_BIAS, MIDDLE, y_ptr.dtype.element_ty, EMULATE
             )
