@@ -16,7 +16,6 @@ from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
 __all__ = ["NormMeter", "NormUnderTest", "watching"]
 
 _HALF = (torch.float16, torch.bfloat16)
-# Elements of one call that are compared; rows beyond it are left out evenly.
 _SAMPLE = 1 << 18
 # One in so many elements of a float16 result may differ: of those that cancel further nothing can be said.
 _CANCELLED = 1e3
@@ -111,43 +110,55 @@ class NormMeter:
             return
         if swapped.numel() == 0:
             return
+        x, original, swapped = x.detach(), original.detach(), swapped.detach()
         rounding = self.spec.rounding(x.dtype, None if gain is None else gain.dtype)
         self.dtype, self.middle, self.twice = original.dtype, rounding.middle, rounding.twice
         exact = self.spec.compute_exact(x, gain, bias)
         at, n, g = _scales(self.spec, x, gain, bias, exact)
-        original, swapped = original.detach(), swapped.detach()
-        finite = original.isfinite() & swapped.isfinite()
-        same_pattern = (original == swapped) | (original.isnan() & swapped.isnan()) | finite
-        self.nonfinite_differs += int((~same_pattern).sum())
-        gap = (original.double() - swapped.double()).abs()
-        noise = gap <= FLOAT32_NOISE * ulp_size(at, torch.float32)
-        if original.dtype in _HALF:
-            ulp = ulp_distance(original, swapped)
-            ulp = torch.where(noise, torch.zeros_like(ulp), ulp)
-        elif self.twice and self.middle is not None:
-            unit = ulp_size(n, self.middle) * g
-            ulp = torch.where(noise, torch.zeros_like(gap), gap / unit)
-        else:
-            ulp = ulp_distance(original, swapped, at)
-        ulp = torch.where(finite, ulp, torch.zeros_like(ulp))
-        known = finite & exact.isfinite()
+        finite = original.isfinite() & swapped.isfinite() & exact.isfinite()
+        every = bool(finite.all())
+        if not every:
+            # Only the pattern of NaN and infinities is compared there; the figures are those of the rest.
+            same = (original == swapped) | (original.isnan() & swapped.isnan())
+            self.nonfinite_differs += int((~same & ~(original.isfinite() & swapped.isfinite())).sum())
+            exact, at, n = (torch.where(finite, value, 1.0) for value in (exact, at, n))
+        wide = original.double() if every else torch.where(finite, original.double(), exact)
         unit = ulp_size(torch.maximum(at, exact.abs()), original.dtype)
-        off_original = torch.where(known, original.double() - exact, 0.0)
-        off_swapped = torch.where(known, swapped.double() - exact, 0.0)
+        off = (wide - exact).abs()
         self.calls += 1
         self.elements += original.numel()
+        self.exact_ulp_original = max(self.exact_ulp_original, float((off / unit).max()))
+        self.square_original += float(off.pow(2).sum())
+        self.square_exact += float(exact.pow(2).sum())
+        if self.spec.kind == "layer" or bias is not None:
+            shrunk = (at / exact.abs()).nan_to_num(1.0, _CANCELLED).clamp(1.0, _CANCELLED)
+            self.sum_cancellation += float(shrunk.sum())
+        else:
+            self.sum_cancellation += original.numel()
+        if every and torch.equal(original, swapped):
+            self.identical += original.numel()
+            self.agreeing += original.numel()
+            self.exact_ulp_swapped = max(self.exact_ulp_swapped, float((off / unit).max()))
+            self.square_swapped += float(off.pow(2).sum())
+            return
+        other = swapped.double() if every else torch.where(finite, swapped.double(), exact)
+        off = (other - exact).abs()
+        self.exact_ulp_swapped = max(self.exact_ulp_swapped, float((off / unit).max()))
+        self.square_swapped += float(off.pow(2).sum())
+        gap = (wide - other).abs()
+        noise = gap <= FLOAT32_NOISE * ulp_size(at, torch.float32)
+        if original.dtype in _HALF:
+            ulp = ulp_distance(original, swapped).masked_fill(noise, 0.0)
+        elif self.twice and self.middle is not None:
+            ulp = (gap / (ulp_size(n, self.middle) * g)).masked_fill(noise, 0.0)
+        else:
+            ulp = gap / unit
+        ulp = ulp if every else ulp.masked_fill(~finite, 0.0)
         self.max_ulp = max(self.max_ulp, float(ulp.max()))
         self.sum_ulp += float(ulp.sum())
-        shrunk = torch.where(known, at / exact.abs(), 1.0).nan_to_num(1.0, _CANCELLED)
-        self.sum_cancellation += float(shrunk.clamp(1.0, _CANCELLED).sum())
         bits = (original == swapped) | (original.isnan() & swapped.isnan())
         self.identical += int(bits.sum())
-        self.agreeing += int((bits | noise).sum())
-        self.exact_ulp_original = max(self.exact_ulp_original, float((off_original.abs() / unit).max()))
-        self.exact_ulp_swapped = max(self.exact_ulp_swapped, float((off_swapped.abs() / unit).max()))
-        self.square_original += float(off_original.pow(2).sum())
-        self.square_swapped += float(off_swapped.pow(2).sum())
-        self.square_exact += float(torch.where(known, exact, 0.0).pow(2).sum())
+        self.agreeing += int((bits | (noise & finite)).sum())
 
 
 def _scales(
@@ -174,11 +185,12 @@ def _scales(
 
 
 @contextmanager
-def watching(norms: list[NormUnderTest]) -> Iterator[dict[str, NormMeter]]:
+def watching(norms: list[NormUnderTest], sample: int = _SAMPLE) -> Iterator[dict[str, NormMeter]]:
     """Measure each norm on every call that is made to it inside the ``with`` block.
 
     Args:
         norms: the norms to watch; their hooks are gone when the block ends, however it ends.
+        sample: elements of one call that are compared; rows beyond it are left out evenly.
 
     Yields:
         A meter for each norm's name, filled as the model runs.
@@ -187,7 +199,7 @@ def watching(norms: list[NormUnderTest]) -> Iterator[dict[str, NormMeter]]:
     handles = []
     try:
         for norm in norms:
-            hook = _hook(norm, meters[norm.name])
+            hook = _hook(norm, meters[norm.name], sample)
             handles.append(norm.module.register_forward_hook(hook, with_kwargs=True))
         yield meters
     finally:
@@ -195,7 +207,7 @@ def watching(norms: list[NormUnderTest]) -> Iterator[dict[str, NormMeter]]:
             handle.remove()
 
 
-def _hook(norm: NormUnderTest, meter: NormMeter) -> Callable[..., None]:
+def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., None]:
     busy = False
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -210,7 +222,7 @@ def _hook(norm: NormUnderTest, meter: NormMeter) -> Callable[..., None]:
         busy = True
         try:
             with torch.no_grad():
-                x, output = _sample(x.detach(), output.detach())
+                x, output = _sample(x.detach(), output.detach(), sample)
                 meter.add(x, norm.gain(), norm.bias(), norm.original(x), output)
         finally:
             busy = False
@@ -218,12 +230,12 @@ def _hook(norm: NormUnderTest, meter: NormMeter) -> Callable[..., None]:
     return hook
 
 
-def _sample(x: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(x: torch.Tensor, output: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep evenly spaced rows of a large call; a small one is taken as it is, strides and all."""
-    if x.numel() <= _SAMPLE or x.dim() < 2 or x.shape != output.shape:
+    if x.numel() <= most or x.dim() < 2 or x.shape != output.shape:
         return x, output
     rows = x.numel() // x.shape[-1]
-    keep = max(1, _SAMPLE // x.shape[-1])
+    keep = max(1, most // x.shape[-1])
     if keep >= rows:
         return x, output
     index = torch.linspace(0, rows - 1, keep, dtype=torch.float64).round().long().to(x.device)

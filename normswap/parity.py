@@ -209,7 +209,8 @@ class _Session:
         exact_gaps: list[Gap] = []
         with self.loaded(self.converted, dtype) as model:
             under_test = self.norms(model)
-            with _reached(under_test) as order, watching(under_test if served else []) as meters:
+            sample = max(1 << 16, (1 << 19) // max(1, len(self.inputs.batches)))
+            with _reached(under_test) as order, watching(under_test if served else [], sample) as meters:
                 for index, tensor in self.outputs(model, dtype, "converted"):
                     if exact is not None:
                         exact_gaps.append(gap(tensor, self.load(exact, index)))

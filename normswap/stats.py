@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -188,13 +189,16 @@ def gap(other: torch.Tensor, reference: torch.Tensor) -> Gap:
     bad = 0
     for start in range(0, right.numel(), _CHUNK):
         r = right[start : start + _CHUNK].double()
-        o = left[start : start + _CHUNK].double()
-        bad += int((~o.isfinite()).sum())
-        masked = r.isfinite() & (r.abs() >= _MASKED) & o.isfinite()
-        difference = (o - r).abs().masked_fill(masked, 0.0)
-        error += float(difference.pow(2).sum())
-        size += float(r.masked_fill(masked, 0.0).pow(2).sum())
-        # max() would drop no NaN, but a NaN compared with a number would
+        difference = (left[start : start + _CHUNK].double() - r).abs_()
+        low, high = (float(end) for end in r.aminmax())
+        if low <= -_MASKED or high >= _MASKED:
+            masked = r.isfinite() & (r.abs() >= _MASKED) & difference.isfinite()
+            difference, r = difference.masked_fill(masked, 0.0), r.masked_fill(masked, 0.0)
+        error += float(difference.dot(difference))
+        size += float(r.dot(r))
         peak = float(difference.max())
-        most = peak if not peak <= most else most
+        # Once NaN, always NaN.
+        most = peak if math.isnan(peak) or peak > most else most
+        if not math.isfinite(error):
+            bad += int((~left[start : start + _CHUNK].isfinite()).sum())
     return Gap(error, size, most, bad)
