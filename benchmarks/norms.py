@@ -49,6 +49,7 @@ class Result:
 
 def cases(dtype: torch.dtype, width: int, device: str) -> Iterator[tuple[str, str, Callable, Callable]]:
     """Yield name, name of the original, original, and ours; all take ``x`` ``(rows, width)``."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     def llama() -> nn.Module:
@@ -68,10 +69,15 @@ def cases(dtype: torch.dtype, width: int, device: str) -> Iterator[tuple[str, st
 
     yield "rms after_gain", "LlamaRMSNorm", original, swap(llama(), after_gain)
 
-    def one_plus_weight(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, eps=self.variance_epsilon, offset=1.0)
+    def gemma() -> nn.Module:
+        norm = Gemma3RMSNorm(width, eps=EPS)
+        nn.init.normal_(norm.weight)
+        return norm.to(device, dtype).requires_grad_(False)
 
-    yield "rms 1+w", "LlamaRMSNorm", original, swap(llama(), one_plus_weight)
+    def one_plus_weight(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, eps=self.eps, offset=1.0)
+
+    yield "rms 1+w", "Gemma3RMSNorm", gemma(), swap(gemma(), one_plus_weight)
 
     def layer() -> nn.Module:
         return nn.LayerNorm(width, eps=EPS, device=device, dtype=dtype).requires_grad_(False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -32,6 +34,13 @@ def test_import_loads_no_triton() -> None:
 def test_public_names_exist() -> None:
     assert all(hasattr(normswap_kernels, name) for name in normswap_kernels.__all__)
     assert normswap_kernels.BACKENDS == ("auto", "triton", "cpu", "interpret")
+
+
+@pytest.mark.parametrize("name", ("ops", "backends", "launch"))
+def test_examples_in_docstrings(name: str) -> None:
+    module = importlib.import_module(f"normswap_kernels.{name}")
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed
 
 
 @pytest.mark.parametrize("shape", ((5,), (3, 7), (2, 3, 4)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -44,7 +45,18 @@ def check_backend(backend: str, device: torch.device | str) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected a backend among {', '.join(BACKENDS)}, got {backend!r}")
-    kind = torch.device(device).type
+    return _resolve(backend, torch.device(device).type)
+
+
+@functools.cache
+def kernels(operation: Operation) -> ModuleType:
+    """Import the module of Triton kernels for one operation; for a backend that `check_backend` has let pass."""
+    return importlib.import_module(f".{operation}", __package__)
+
+
+# What raised is asked again; what can run once can run for as long as the process lives.
+@functools.cache
+def _resolve(backend: str, kind: str) -> str:
     if kind == "meta":
         return "cpu" if backend == "auto" else backend
     if backend == "auto":
@@ -65,11 +77,6 @@ def check_backend(backend: str, device: torch.device | str) -> str:
     elif backend == "interpret":
         _check_interpreter()
     return backend
-
-
-def kernels(operation: Operation) -> ModuleType:
-    """Import the module of Triton kernels for one operation; for a backend that `check_backend` has let pass."""
-    return importlib.import_module(f".{operation}", __package__)
 
 
 def _check_triton(kind: str) -> None:

@@ -26,13 +26,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise ``hidden_states`` ``(..., N)``; the result has the promoted dtype of input and weight."""
-        return rms_norm(
-            hidden_states,
-            self.weight,
-            eps=self.variance_epsilon,
-            round_dtype=hidden_states.dtype,
-            out_dtype=torch.promote_types(hidden_states.dtype, self.weight.dtype),
-        )
+        weight, dtype = self.weight, hidden_states.dtype
+        out = dtype if weight.dtype == dtype else torch.promote_types(dtype, weight.dtype)
+        return rms_norm(hidden_states, weight, eps=self.variance_epsilon, round_dtype=dtype, out_dtype=out)
 
 
 class LayerNorm(nn.Module):
