@@ -78,7 +78,8 @@ class Control:
         norm: the norm that was disturbed.
         scale: what every other channel of its result was multiplied by.
         error: relative RMS distance that came of it, on one sequence.
-        detected: whether the error lies above the gate's bound.
+        detected: whether the gate's bound tells it from the conversion: it lies above the bound, or the bound was
+            lowered to a tenth of it and the conversion keeps that.
     """
 
     norm: str
@@ -93,7 +94,7 @@ class Exact:
 
     Attributes:
         error: relative RMS distance of the outputs.
-        bound: what it may be.
+        bound: what it may be; the criterion's, or less where the control asks for less.
         control: the negative control; None where no norm could be disturbed.
     """
 

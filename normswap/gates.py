@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,9 @@ from normswap.meter import NormMeter
 from normswap.stats import Gap, Tokens, bootstrap_ratio, relative
 
 __all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served"]
+
+# Where the control stays below the bound, the error must stay this many times below the control.
+_MARGIN = 10
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -29,13 +33,18 @@ def judge_exact(gaps: Sequence[Gap], control: Control | None, criterion: Criteri
     """
     bound = criterion.exact_bound
     error = relative([entry.error for entry in gaps], [entry.size for entry in gaps])
+    if control is not None and not control.detected and control.error > 0:
+        # The norms move this output less than the bound: only a tighter one can tell a fault.
+        bound = min(bound, control.error / _MARGIN)
+        if error <= bound:
+            return Exact(error, bound, replace(control, detected=True)), []
     failures = []
-    if not error <= bound:
-        failures.append(f"exact: error {error:.3g} above {bound:g}")
+    if not error <= criterion.exact_bound:
+        failures.append(f"exact: error {error:.3g} above {criterion.exact_bound:g}")
     if control is not None and not control.detected:
         failures.append(
-            f"exact: the gate is blind here: {control.scale:g} times every other channel of {control.norm} moves "
-            f"the output by {control.error:.3g} only, not above {bound:g}"
+            f"exact: the gate is blind here: error {error:.3g}, while {control.scale:g} times every other channel "
+            f"of {control.norm} moves the output by {control.error:.3g} only"
         )
     return Exact(error, bound, control), failures
 

@@ -232,7 +232,7 @@ class _Session:
         """Disturb one norm and see whether the exact gate would notice; the last one first, it is the surest."""
         best: Control | None = None
         reference = self.load(exact, 0)
-        for at in dict.fromkeys((len(reached) - 1, 0, len(reached) // 2) if reached else ()):
+        for at in dict.fromkeys(int((len(reached) - 1) * part) for part in (1, 0, 0.5, 0.25, 0.75) if reached):
             norm, scale = reached[at], self.criterion.control_scale
             handle = norm.module.register_forward_hook(_disturb(scale))
             try:

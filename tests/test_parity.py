@@ -9,8 +9,10 @@ from parity_models import Pair, Swapped
 
 from normswap import parity
 from normswap.errors import ModelError
-from normswap.figures import Criterion
+from normswap.figures import Control, Criterion
+from normswap.gates import judge_exact
 from normswap.inputs import Inputs
+from normswap.stats import Gap
 
 pytestmark = pytest.mark.core
 
@@ -232,6 +234,18 @@ def hooks_of(model):
 def test_a_blind_control_is_a_failure():
     report = Pair().measure(criterion=Criterion(control_scale=1.0))
     assert [failure for failure in report.failures if "the gate is blind here" in failure]
+
+
+def test_a_weak_control_tightens_the_bound():
+    right, wrong = [Gap(0.0, 1.0, 0.0, 0)], [Gap(1e-14, 1.0, 1e-7, 0)]
+    weak = Control("n", 1.02, error=4e-7, detected=False)
+    exact, failures = judge_exact(right, weak, Criterion())
+    assert failures == [] and exact.bound == pytest.approx(4e-8) and exact.control.detected
+    exact, failures = judge_exact(wrong, weak, Criterion())
+    assert not exact.control.detected
+    assert failures[0].startswith("exact: the gate is blind here: error 1e-07, while 1.02 times")
+    none = Control("n", 1.02, error=0.0, detected=False)
+    assert judge_exact(right, none, Criterion())[1]
 
 
 def test_the_json_has_the_documented_keys():
