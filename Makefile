@@ -50,7 +50,7 @@ style: venv  ## mend what lint and format can mend
 	$(BIN)/ruff format $(SOURCES)
 
 bench: venv  ## every benchmark; each prints a table and writes JSON
-	@set -e; for script in benchmarks/bench_*.py; do echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in benchmarks/*.py; do echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; done
 
 clean:  ## remove what was built; downloads and prepared checkpoints in .cache stay
 	rm -rf $(VENV) $(VENV4) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -10,7 +10,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import normswap_kernels
 import pytest
 
 import normswap
@@ -81,17 +80,11 @@ def test_command_line_answers_at_once(option: str) -> None:
     assert min(seconds) < 0.3
 
 
-def test_kernels_import_no_triton() -> None:
-    assert "triton" not in loaded_by("import normswap_kernels")
-
-
 @pytest.mark.core
-@pytest.mark.parametrize("package", [normswap, normswap_kernels], ids=lambda package: package.__name__)
-def test_public_names_exist(package: object) -> None:
-    names = package.__all__
-    assert len(names) == len(set(names))
-    for name in names:
-        assert getattr(package, name) is not None
+def test_public_names_exist() -> None:
+    assert len(normswap.__all__) == len(set(normswap.__all__))
+    for name in normswap.__all__:
+        assert getattr(normswap, name) is not None
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
