@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ import torch
 # torch lists its factory functions once, when a device context is first entered: before they are poisoned below.
 with torch.device("meta"):
     torch.empty(0)
+
+# Tiny tensors gain nothing from a second thread, and on a busy machine threads that wait for each other cost most.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -42,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """The GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """As many threads as there are cores, for a test that runs a model of some size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+from pathlib import Path
 
 import handwritten as hw
 import pytest
@@ -162,14 +163,11 @@ def test_copies_and_pickles(llama: LlamaForCausalLM, how: str) -> None:
     assert isinstance(llama.model.norm, modules.FusedNorm)
 
 
-def test_save_pretrained_writes_what_it_wrote_before(llama: LlamaForCausalLM, tmp_path: object) -> None:
+def test_save_pretrained_writes_what_it_wrote_before(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     llama.save_pretrained(f"{tmp_path}/before")
     normswap.patch(llama).save_pretrained(f"{tmp_path}/after")
-    with (
-        open(f"{tmp_path}/before/model.safetensors", "rb") as a,
-        open(f"{tmp_path}/after/model.safetensors", "rb") as b,
-    ):
-        assert a.read() == b.read()
+    before, after = (tmp_path / name / "model.safetensors" for name in ("before", "after"))
+    assert before.read_bytes() == after.read_bytes()
     again = LlamaForCausalLM.from_pretrained(f"{tmp_path}/after")
     assert torch.equal(logits(again), logits(llama))
 

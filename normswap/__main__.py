@@ -1,0 +1,5 @@
+"""``python -m normswap``: the command line."""
+
+from normswap.cli import main
+
+main(prog_name="normswap")

@@ -1,0 +1,189 @@
+"""The command line as a person meets it: words, exit codes, no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tiny_checkpoints import saved, tiny_llama
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from normswap import __version__, modules
+from normswap.cli import main
+
+pytestmark = pytest.mark.core
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny_llama(), tmp_path_factory.mktemp("llama"))
+
+
+def assert_one_line(result: Result, words: str) -> None:
+    """One line on stderr, nothing on stdout, exit code 2."""
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("normswap: ")
+    assert re.search(words, lines[0]), lines[0]
+
+
+def test_version_and_help_do_not_import_torch() -> None:
+    code = (
+        "import sys; from click.testing import CliRunner; from normswap.cli import main\n"
+        "for flag in ('--help', '--version'): assert CliRunner().invoke(main, [flag]).exit_code == 0\n"
+        "assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert __version__ in run("--version").stdout
+    assert "0 done, 1 parity failed" in run("--help").stdout
+
+
+def test_inspect_prints_a_table_or_json(llama: Path) -> None:
+    table = run("inspect", llama)
+    assert table.exit_code == 0
+    assert re.search(r"model\.layers\.\*\.input_layernorm +LlamaRMSNorm +2 +swap", table.stdout)
+    data = json.loads(run("inspect", llama, "--json").stdout)
+    assert set(data) == {"model", "model_type", "norms"}
+    assert {norm["action"] for norm in data["norms"]} == {"swap"}
+
+
+def test_inspect_honours_the_selection(llama: Path) -> None:
+    data = json.loads(run("inspect", llama, "--json", "--exclude", "*input*").stdout)
+    assert [norm["reason"] for norm in data["norms"] if norm["action"] == "refuse"] == ["excluded by name"] * 2
+
+
+def test_patch_saves_and_reports_then_verify_passes(llama: Path, tmp_path: Path) -> None:
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    done = run("patch", llama, "-o", out, "--dtype", "bfloat16", "--json", report, "--exclude", "model.norm")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("PASS")
+    assert f"4 of 5 norms swapped; saved to {out}" in done.stdout
+    assert "left alone: 1 x model.norm (LlamaRMSNorm): excluded by name" in done.stdout
+    data = json.loads(report.read_text())
+    assert data["verdict"] == "pass"
+    assert len(data["norms"]) == 4
+    again = run("verify", out, "--dtype", "bfloat16", "--json", report)
+    assert again.exit_code == 0
+    assert {"verdict", "device", "backend", "dtype", "reference_dtype", "inputs", "criterion"} <= set(
+        json.loads(report.read_text())
+    )
+
+
+def test_patch_without_verification_says_so(llama: Path, tmp_path: Path) -> None:
+    done = run("patch", llama, "-o", tmp_path / "out", "--no-verify")
+    assert done.exit_code == 0
+    assert "parity was not measured" in done.stdout
+    assert json.loads((tmp_path / "out" / "normswap.json").read_text())["parity"] is None
+
+
+def test_failed_parity_exits_with_1_saves_nothing_and_still_writes_the_figures(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = modules._OPERATIONS["rms"]
+    monkeypatch.setitem(modules._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
+    done = run("patch", llama, "-o", tmp_path / "out", "--json", tmp_path / "report.json")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("FAIL")
+    assert "parity failed, so nothing was saved" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "fail"
+    assert run("verify", llama).exit_code == 1
+
+
+def test_text_is_read_through_the_tokenizer(stories260k: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl who liked to count. " * 60)
+    done = run("verify", stories260k, "--text", text, "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.stdout + done.stderr
+    assert "text.txt" in done.stdout
+    text.write_text("")
+    assert_one_line(run("verify", stories260k, "--text", text), "text.txt")
+
+
+class Plain(PreTrainedModel):
+    """A model with no norm at all."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.linear = nn.Linear(4, 4)
+
+
+def test_no_such_folder(tmp_path: Path) -> None:
+    assert_one_line(run("inspect", tmp_path / "absent"), "no such folder")
+    assert_one_line(run("patch", "./absent", "-o", tmp_path / "out"), "no such folder")
+    assert_one_line(run("verify", "./absent"), "no such folder")
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    assert_one_line(run("patch", tmp_path, "-o", tmp_path.parent / "out"), r"config\.json")
+
+
+def test_a_truncated_shard(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in llama.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    whole = (llama / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(whole[:-100])
+    result = run("patch", source, "-o", tmp_path / "out")
+    assert_one_line(result, rf"model\.safetensors.*{len(whole):,}|model\.safetensors.*{len(whole)}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists(llama: Path, tmp_path: Path) -> None:
+    assert_one_line(run("patch", llama, "-o", tmp_path), "exists")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_with_no_norm(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=0, n_head=2, n_positions=16))
+    source = saved(model, tmp_path / "source")
+    assert_one_line(run("patch", source, "-o", tmp_path / "out", "--exclude", "*ln_f"), "none of the 1 norms")
+
+
+def test_a_backend_that_cannot_run_here(llama: Path, tmp_path: Path) -> None:
+    assert_one_line(run("patch", llama, "-o", tmp_path / "out", "--backend", "triton", "--device", "cpu"), "triton")
+
+
+def test_an_unknown_model_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "klingon"}')
+    assert_one_line(run("inspect", tmp_path), "klingon")
+
+
+def test_bad_usage_is_clicks_own_exit_code(tmp_path: Path) -> None:
+    assert run("patch", "somewhere").exit_code == 2
+    assert run("patch", "somewhere", "-o", tmp_path, "--backend", "warp").exit_code == 2
+
+
+def test_an_unwritable_json_file_is_one_line(llama: Path, tmp_path: Path) -> None:
+    done = run("verify", llama, "--json", tmp_path / "no" / "such" / "folder.json")
+    assert done.exit_code == 2
+    assert "--json: cannot write" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_answers_at_once(flag: str) -> None:
+    """No clock is asserted: what takes long is importing, and these two import nothing heavy (see above)."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "normswap", flag], capture_output=True, text=True)
+    print(f"normswap {flag}: {time.perf_counter() - start:.2f} s")
+    assert done.returncode == 0, done.stderr
