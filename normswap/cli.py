@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,13 @@ def main() -> None:
 
 def _running(command: CommandT) -> CommandT:
     for option in (
-        click.option("--backend", type=_BACKENDS, default="auto", help="What runs the norms.  [auto]"),
+        click.option(
+            "--backend",
+            type=_BACKENDS,
+            default="auto",
+            callback=_choose_interpreter,
+            help="What runs the norms.  [auto]",
+        ),
         click.option("--dtype", type=_DTYPES, help="What the model is served in.  [the checkpoint's]"),
         click.option("--device", help="Where it runs, such as cpu or cuda:0.  [a GPU if there is one]"),
         click.option("--text", type=_TEXT, help="UTF-8 text to verify on.  [built-in prompts]"),
@@ -128,6 +135,13 @@ def _write_json(report: ParityReport, json_file: Path) -> None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise NormswapError(f"--json: cannot write {json_file}: {error.strerror}") from None
+
+
+def _choose_interpreter(context: click.Context, option: click.Parameter, backend: str) -> str:
+    # Triton decides when it is first imported, which torch may do on its own, whether it interprets.
+    if backend == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"
+    return backend
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def patch(
         >>> import torch, normswap
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
         >>> normswap.patch(model)[1]
-        LayerNorm((8,), eps=1e-05, elementwise_affine=True, normswap='auto')
+        LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, normswap='auto')
     """
     plan = make_plan(model, include=include, exclude=exclude)
     plan.require_swaps()
@@ -67,7 +67,7 @@ def unpatch(model: ModelT) -> ModelT:
         >>> import torch, normswap
         >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
         >>> normswap.unpatch(normswap.patch(model))[0]
-        LayerNorm((8,), eps=1e-05, elementwise_affine=True)
+        LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True)
     """
     for _, module, _ in list(modules.fused_norms(model)):
         modules.unswap(module)

@@ -28,7 +28,7 @@ NAMED = """
     roberta t5 bart whisper vit clip deepseek_v3 olmo olmo2 cohere gpt_oss mamba
 """.split()  # noqa: SIM905
 MORE = """
-    albert apertus arcee bamba biogpt blip_2 cohere2 convnext deberta deberta_v2 deepseek_v2 deit dinov2
+    albert apertus arcee bamba biogpt blip-2 cohere2 convnext deberta deberta-v2 deepseek_v2 deit dinov2
     distilbert electra ernie4_5 exaone4 falcon_mamba gemma3n_text glm glm4 glm4_moe granite granitemoe hubert
     jamba lfm2 llama4_text longcat_flash mamba2 minimax modernbert mpt mt5 olmoe pegasus persimmon phimoe
     pixtral qwen2_moe qwen2_vl qwen3_moe qwen3_next recurrent_gemma siglip smollm3 stablelm starcoder2 swin

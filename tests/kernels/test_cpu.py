@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from norm_cases import BF16, FP16, FP32, Case, check, covering_cases
-from normswap_kernels import layer_norm, rms_norm, threads
+from normswap_kernels import cpu, layer_norm, rms_norm
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -99,38 +98,20 @@ def test_a_row_does_not_see_its_neighbours(kind: str, dtype: torch.dtype, width:
     assert beside[69].isnan().any()
 
 
-def test_large_input_is_shared_among_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(3000, 512).to(BF16)
-    weight = torch.randn(512).to(BF16)
-    alone = torch.cat([rms_norm(rows, weight, eps=1e-6, round_dtype=BF16) for rows in x.split(50)])
-    seen = set()
-    real = threads.share_rows
-
-    def watched(work: Any, rows: int, width: int, step: int) -> None:
-        def noted(start: int, stop: int) -> None:
-            seen.add(threading.get_ident())
-            work(start, stop)
-
-        real(noted, rows, width, step)
-
-    monkeypatch.setattr("normswap_kernels.cpu.share_rows", watched)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    for _ in range(20):
-        assert torch.equal(rms_norm(x, weight, eps=1e-6, round_dtype=BF16), alone)
-        with torch.inference_mode():
-            assert torch.equal(rms_norm(x, weight, eps=1e-6, round_dtype=BF16), alone)
-    assert len(seen) > 1
-
-
-def test_an_error_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-    def work(start: int, stop: int) -> None:
-        if start:
-            raise ValueError("from a range")
-
-    with pytest.raises(ValueError, match="from a range"):
-        threads.share_rows(work, 4096, 1024, 8)
+def test_an_input_of_several_blocks_is_what_its_parts_are() -> None:
+    x = torch.randn(3000, 1024).to(BF16)
+    weight = torch.randn(1024).to(BF16)
+    assert x.numel() > cpu._BLOCK
+    parts = torch.cat([rms_norm(rows, weight, eps=1e-6, round_dtype=BF16) for rows in x.split(50)])
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(rms_norm(x, weight, eps=1e-6, round_dtype=BF16), parts)
+            with torch.inference_mode():
+                assert torch.equal(rms_norm(x, weight, eps=1e-6, round_dtype=BF16), parts)
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_callers_in_several_threads_do_not_share_scratch_space() -> None:

@@ -1,27 +1,31 @@
 """The CPU implementation: torch's own primitives over blocks of rows that stay in the cache.
 
 What is slow in an eager norm on a CPU is its temporaries, each as large as the input. Here the same primitives run
-in the same order on a few rows at a time, in buffers that are reused, so that results are those of the eager class
-bit for bit. Arithmetic is float32, or float64 for a float64 input.
+in the same order on a block of rows at a time, in buffers that are reused, so that results are those of the eager
+class bit for bit. Arithmetic is float32, or float64 for a float64 input.
+
+The operations run on torch's own threads. Threads of ours would share the cores with torch's, which go on spinning for
+a while after each operation (measured beside a model's linear layers on two cores: three times slower). Each
+operation ends with a barrier, which is dear on a busy machine, so blocks are as large as the cache allows.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .rows import as_matrix, empty_rows
-from .threads import SERIAL, share_rows
 
-# Rows that are too long for a serial operation go through torch's own threads, in blocks of this many elements for
-# each of them: 1 MB of float32.
-_BLOCK_PER_THREAD = 2**18
-_BLOCK_LIMIT = 2**22
+# Torch runs an operation on fewer elements than this (at::internal::GRAIN_SIZE) in the calling thread.
+SERIAL = 2**15
+
+# Elements of a block: 8 MB of float32. Fewer mean more barriers, which a busy machine pays for; more leave the cache.
+_BLOCK = 2**21
 
 # Views of the scratch space that are kept: a model has few shapes of a decoding step.
 _KEPT_VIEWS = 64
@@ -47,7 +51,7 @@ def rms_norm_cpu(
     if weight is not None or bias is not None:
         weight, bias = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
     numel = x.numel()
-    if 0 < numel < SERIAL and x.is_contiguous():
+    if 0 < numel <= _BLOCK and x.is_contiguous():
         out = torch.empty_like(x, dtype=out_dtype)
         _rms_norm_block(x, out, _scratch(x.shape, compute), weight, bias, eps, round_dtype)
         return out
@@ -55,15 +59,8 @@ def rms_norm_cpu(
     out = empty_rows(x, out_dtype)
     if not numel:
         return out
-    width = x.size(-1)
-    x_rows, out_rows = as_matrix(x, out)
-    block = _block_rows(width)
-
-    def work(start: int, stop: int) -> None:
-        for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
-            _rms_norm_block(rows, result, _scratch(rows.shape, compute), weight, bias, eps, round_dtype)
-
-    _run(work, x_rows.size(0), width, block)
+    for rows, result in _blocks(x, out):
+        _rms_norm_block(rows, result, _scratch(rows.shape, compute), weight, bias, eps, round_dtype)
     return out
 
 
@@ -110,14 +107,8 @@ def layer_norm_cpu(
         if x.is_contiguous() or x.numel() < SERIAL:
             return F.layer_norm(x, (width,), weight, bias, eps)
         out = torch.empty(x.shape, dtype=out_dtype)
-        x_rows, out_rows = as_matrix(x, out)
-        block = _block_rows(width)
-
-        def copy_native(start: int, stop: int) -> None:
-            for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
-                result.copy_(F.layer_norm(rows, (width,), weight, bias, eps))
-
-        _run(copy_native, x_rows.size(0), width, block)
+        for rows, result in _blocks(x, out):
+            result.copy_(F.layer_norm(rows, (width,), weight, bias, eps))
         return out
 
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -125,15 +116,9 @@ def layer_norm_cpu(
     out = torch.empty(x.shape, dtype=out_dtype)
     if not out.numel():
         return out
-    x_rows, out_rows = as_matrix(x, out)
-    block = _block_rows(width)
-
-    def work(start: int, stop: int) -> None:
-        for rows, result in zip(x_rows[start:stop].split(block), out_rows[start:stop].split(block), strict=True):
-            normal = F.layer_norm(rows.to(compute), (width,), None, None, eps)
-            _finish(normal, result, gain, shift, round_dtype)
-
-    _run(work, x_rows.size(0), width, block)
+    for rows, result in _blocks(x, out):
+        normal = F.layer_norm(rows.to(compute), (width,), None, None, eps)
+        _finish(normal, result, gain, shift, round_dtype)
     return out
 
 
@@ -213,18 +198,10 @@ def _native_parameters(
     return weight, bias
 
 
-def _block_rows(width: int) -> int:
-    """Choose rows for a block: few enough that torch's operations stay in one thread, where a row allows that."""
-    if width < SERIAL:
-        return (SERIAL - 1) // max(width, 1)
-    return max(1, min(_BLOCK_PER_THREAD * torch.get_num_threads(), _BLOCK_LIMIT) // width)
-
-
-def _run(work: Callable[[int, int], None], rows: int, width: int, block: int) -> None:
-    if width < SERIAL:
-        share_rows(work, rows, width, block)
-    else:
-        work(0, rows)
+def _blocks(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    x_rows, out_rows = as_matrix(x, out)
+    length = max(1, _BLOCK // max(x.size(-1), 1))
+    return zip(x_rows.split(length), out_rows.split(length), strict=True)
 
 
 @functools.lru_cache(maxsize=256)
@@ -249,13 +226,13 @@ def _scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
         # Space born in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             space = torch.empty((3, max(size, SERIAL)), dtype=dtype)
-        if size <= _BLOCK_LIMIT:
+        if size <= _BLOCK:
             _local.space[dtype] = space
             views.clear()
     with torch.inference_mode(False):
         totals = space[2, : size // shape[-1]].view(*shape[:-1], 1)
         found = space[0, :size].view(shape), space[1, :size].view(shape), totals
-    if size <= _BLOCK_LIMIT:
+    if size <= _BLOCK:
         if len(views) >= _KEPT_VIEWS:
             views.clear()
         views[shape, dtype] = found
