@@ -35,6 +35,13 @@ def main() -> None:
     """
 
 
+def _choose_interpreter(context: click.Context, option: click.Parameter, backend: str) -> str:
+    # Triton decides when it is first imported, which torch may do on its own, whether it interprets.
+    if backend == "interpret":
+        os.environ["TRITON_INTERPRET"] = "1"
+    return backend
+
+
 def _running(command: CommandT) -> CommandT:
     for option in (
         click.option(
@@ -135,13 +142,6 @@ def _write_json(report: ParityReport, json_file: Path) -> None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise NormswapError(f"--json: cannot write {json_file}: {error.strerror}") from None
-
-
-def _choose_interpreter(context: click.Context, option: click.Parameter, backend: str) -> str:
-    # Triton decides when it is first imported, which torch may do on its own, whether it interprets.
-    if backend == "interpret":
-        os.environ["TRITON_INTERPRET"] = "1"
-    return backend
 
 
 @contextmanager
