@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from tiny_checkpoints import saved, tiny_llama
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import ResNetConfig, ResNetModel, SpeechT5HifiGan, SpeechT5HifiGanConfig
 
 from normswap import __version__, modules
 from normswap.cli import main
@@ -115,16 +114,6 @@ def test_text_is_read_through_the_tokenizer(stories260k: Path, tmp_path: Path) -
     assert_one_line(run("verify", stories260k, "--text", text), "text.txt")
 
 
-class Plain(PreTrainedModel):
-    """A model with no norm at all."""
-
-    config_class = PretrainedConfig
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config)
-        self.linear = nn.Linear(4, 4)
-
-
 def test_no_such_folder(tmp_path: Path) -> None:
     assert_one_line(run("inspect", tmp_path / "absent"), "no such folder")
     assert_one_line(run("patch", "./absent", "-o", tmp_path / "out"), "no such folder")
@@ -153,11 +142,24 @@ def test_an_output_that_exists(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_with_no_norm(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    config = SpeechT5HifiGanConfig(
+        model_in_dim=8,
+        upsample_initial_channel=16,
+        upsample_rates=[2],
+        upsample_kernel_sizes=[4],
+        resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1]],
+    )
+    source = saved(SpeechT5HifiGan(config), tmp_path / "source")
+    assert_one_line(run("patch", source, "-o", tmp_path / "out"), "at least one RMSNorm or LayerNorm, found none")
+    assert not (tmp_path / "out").exists()
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=0, n_head=2, n_positions=16))
-    source = saved(model, tmp_path / "source")
-    assert_one_line(run("patch", source, "-o", tmp_path / "out", "--exclude", "*ln_f"), "none of the 1 norms")
+
+def test_a_model_whose_norms_are_all_of_another_kind(tmp_path: Path) -> None:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    source = saved(ResNetModel(config), tmp_path / "source")
+    result = run("patch", source, "-o", tmp_path / "out")
+    assert_one_line(result, "none of the 3 norms can be swapped.*BatchNorm2d normalises over the batch")
 
 
 def test_a_backend_that_cannot_run_here(llama: Path, tmp_path: Path) -> None:
