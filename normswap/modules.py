@@ -29,20 +29,21 @@ __all__ = [
     "unswap",
 ]
 
-_SERVED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_SERVED = (torch.float32, torch.float16, torch.bfloat16)
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {"rms": kernels.rms_norm, "layer": kernels.layer_norm}
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 @dataclass(frozen=True)
 class _Swap:
-    """What a swapped norm carries besides its own state."""
+    """What a swapped norm carries besides its own state: the spec, and what its forward would look up in it."""
 
     spec: NormSpec
     backend: str
     operation: Callable[..., torch.Tensor]
     offset: float
     input_name: str
+    roundings: dict[tuple[torch.dtype, torch.dtype | None], tuple[torch.dtype | None, torch.dtype]]
 
 
 class FusedNorm(nn.Module):
@@ -65,20 +66,22 @@ class FusedNorm(nn.Module):
             x = args[0] if len(args) == 1 and not kwargs else None
         else:
             x = kwargs.get(swap.input_name) if len(kwargs) == 1 else None
-        if x is None or x.dtype not in _SERVED:
+        if x is None:
             return self._normswap_original.forward(self, *args, **kwargs)
         spec = swap.spec
         gain = None if spec.gain_name is None else getattr(self, spec.gain_name)
         bias = None if spec.bias_name is None else getattr(self, spec.bias_name)
-        where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
+        rounding = swap.roundings.get((x.dtype, None if gain is None else gain.dtype))
+        if rounding is None:
+            return self._normswap_original.forward(self, *args, **kwargs)
         return swap.operation(
             x,
             gain,
             bias,
             eps=spec.eps,
             offset=swap.offset,
-            round_dtype=where.middle,
-            out_dtype=where.out,
+            round_dtype=rounding[0],
+            out_dtype=rounding[1],
             backend=swap.backend,
         )
 
@@ -130,9 +133,20 @@ def swap(module: nn.Module, spec: NormSpec, backend: str) -> None:
     if isinstance(module, FusedNorm) and type(module) is not fused:
         raise ModelError(_wrapped_since(module))
     before = type(module)
-    vars(module)["_normswap"] = _Swap(spec, backend, _OPERATIONS[spec.kind], spec.offset, input_name(original))
+    vars(module)["_normswap"] = _Swap(
+        spec, backend, _OPERATIONS[spec.kind], spec.offset, input_name(original), _roundings(spec)
+    )
     module.__class__ = fused
     _rebind(module, before, fused)
+
+
+def _roundings(
+    spec: NormSpec,
+) -> dict[tuple[torch.dtype, torch.dtype | None], tuple[torch.dtype | None, torch.dtype]]:
+    gains = _SERVED if spec.gain_name else (None,)
+    return {
+        (x, gain): (where.middle, where.out) for x in _SERVED for gain in gains for where in [spec.rounding(x, gain)]
+    }
 
 
 def unswap(module: nn.Module) -> bool:
