@@ -11,8 +11,9 @@ from pathlib import Path
 import handwritten as hw
 import pytest
 import torch
+from tiny_checkpoints import tiny_llama
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import normswap
@@ -20,25 +21,6 @@ from normswap import modules
 from normswap.errors import BackendError, NothingToPatchError, ParityError, UsageError
 
 pytestmark = pytest.mark.core
-
-
-def tiny_llama(**changes: object) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    settings = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.3, 2.0)
-    return model
 
 
 @pytest.fixture
