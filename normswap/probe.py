@@ -121,6 +121,7 @@ def _find(replica: Replica) -> NormSpec | Refusal:
     spec = _find_rounding(replica, spec)
     _prove(replica, spec, _DTYPE_PAIRS)
     _prove_invariance(replica)
+    _prove_extremes(replica, spec)
     return spec
 
 
@@ -255,10 +256,10 @@ def _find_rounding(replica: Replica, spec: NormSpec) -> NormSpec:
 
 def _prove(replica: Replica, spec: NormSpec, pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
     """Compare with the original on fresh parameters and fresh inputs: ordinary, large, and small beside eps."""
-    scales = (1.0, 1e3, max(spec.eps, 1e-12) ** 0.5)
+    scales = (1.0, 1e3, 1e6, max(spec.eps, 1e-12) ** 0.5)
     for x_dtype, gain_dtype in pairs:
         for scale in scales:
-            if x_dtype == torch.float16 and scale < 1e-3:
+            if x_dtype == torch.float16 and not 1e-3 < scale < 1e4:
                 continue
             replica.randomise(gain_dtype)
             x = (scale * (_rows(replica.width, _row_count(replica.width)) - 0.5)).to(x_dtype)
@@ -285,6 +286,19 @@ def _prove_invariance(replica: Replica) -> None:
         result = _try_run(replica, view)
         if result is not None and _relative(result.reshape(y.shape), y) > 1e-5:
             raise Unfit(f"it computes something else on a {view.dim()}-dimensional input", is_norm=True)
+
+
+def _prove_extremes(replica: Replica, spec: NormSpec) -> None:
+    """Feed rows of zeros and rows with an infinity or a NaN: the pattern of what is not finite must be the same."""
+    replica.randomise(torch.float32)
+    x = _rows(replica.width, 8)[0]
+    x[0] = 0.0
+    for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
+        x[row, -1] = value
+    expected = spec.compute(x, replica.get(spec.gain_name), replica.get(spec.bias_name))
+    got = replica.run(x)
+    if not (torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())):
+        raise Unfit("it treats zeros, infinities or NaN in its input in a way of its own", is_norm=True)
 
 
 def _disagreement(spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tensor], y: torch.Tensor) -> str | None:

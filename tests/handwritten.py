@@ -168,6 +168,20 @@ class ExpNorm(_Base):
         return (wide * self.weight.float().exp()).to(x.dtype)
 
 
+class ClippingNorm(_Base):
+    """Clips its input far above what is usual."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x.clamp(-1e5, 1e5))
+
+
+class ForgivingNorm(_Base):
+    """Takes NaN for zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x.nan_to_num())
+
+
 class PerHeadNorm(nn.Module):
     """A gain for each head."""
 

@@ -53,6 +53,8 @@ REFUSED = {
     hw.SequenceNorm: "its rows are not independent",
     hw.NoNorm: "it does not normalise",
     hw.ExpNorm: "its gain is neither w nor 1 + w",
+    hw.ClippingNorm: "the formula found for it is not proved",
+    hw.ForgivingNorm: "it treats zeros, infinities or NaN in its input in a way of its own",
     hw.PerHeadNorm: "its parameter weight has shape [4, 16]",
 }
 
