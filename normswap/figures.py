@@ -49,6 +49,7 @@ class Criterion:
     float32_budget: float = 2.0
     identical_bf16: float = 0.9999
     identical_fp16: float = 0.999
+    chance: float = 1e-3
     min_sequences: int = 8
     bootstrap: int = 2000
 
@@ -58,8 +59,8 @@ class Criterion:
             f"exact: both models in float32 agree to {self.exact_bound:g} relative RMS. norms: on the served "
             f"activations each norm is within {self.max_ulp:g} unit in the last place of its original, "
             f"{self.max_ulp_rounded_twice:g} where the original rounds twice, and {self.identical_bf16:.2%} of its "
-            f"bfloat16 or {self.identical_fp16:.1%} of its float16 elements are bit-identical (fewer where results "
-            f"are small differences of larger terms); a float32 result is at most {self.float32_budget:g} times as "
+            f"bfloat16 or {self.identical_fp16:.1%} of its float16 elements are bit-identical, but for what "
+            f"chance explains (fewer where results are small differences of larger terms); a float32 result is at most {self.float32_budget:g} times as "
             f"far from the float64 truth as the original plus one unit. served: the error against the reference "
             f"is at most {self.ratio_max:g} times the original's own, and the 95% bootstrap interval of that ratio "
             f"over sequences reaches down to {self.ratio_interval_low:g}. No NaN passes."

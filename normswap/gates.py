@@ -10,7 +10,7 @@ import torch
 
 from normswap.figures import Control, Criterion, Exact, NormFigures, Served
 from normswap.meter import NormMeter
-from normswap.stats import Gap, Tokens, bootstrap_ratio, relative
+from normswap.stats import Gap, Tokens, bootstrap_ratio, chance_of_as_many, relative
 
 __all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served"]
 
@@ -71,11 +71,15 @@ def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormF
     least = max(0.0, 1 - (1 - base) * meter.cancellation)
     if coarse:
         # A float32 product of equal 16-bit rows may be rounded otherwise where it is fused with the bias.
-        same = (meter.identical if meter.dtype in _HALF else meter.agreeing) / meter.elements
+        same = meter.identical if meter.dtype in _HALF else meter.agreeing
         if not meter.max_ulp <= bound:
             failures.append(f"norms: {name}: max_ulp {meter.max_ulp:.4g} above {bound:g}")
-        if not same >= least:
-            failures.append(f"norms: {name}: bit_identical_fraction {same:.6f} below {least:.6f}")
+        differing = meter.elements - same
+        if not chance_of_as_many(differing, (1 - least) * meter.elements) >= criterion.chance:
+            failures.append(
+                f"norms: {name}: bit_identical_fraction {same / meter.elements:.6f} below {least:.6f}: "
+                f"{differing} of {meter.elements} elements differ, more than chance explains"
+            )
     else:
         budget = criterion.float32_budget * (meter.exact_ulp_original + 1)
         if not meter.exact_ulp_swapped <= budget:

@@ -108,6 +108,7 @@ class NormMeter:
                 f"{original.dtype} {tuple(original.shape)}"
             )
             return
+        self.calls += 1
         if swapped.numel() == 0:
             return
         x, original, swapped = x.detach(), original.detach(), swapped.detach()
@@ -125,7 +126,6 @@ class NormMeter:
         wide = original.double() if every else torch.where(finite, original.double(), exact)
         unit = ulp_size(torch.maximum(at, exact.abs()), original.dtype)
         off = (wide - exact).abs()
-        self.calls += 1
         self.elements += original.numel()
         self.exact_ulp_original = max(self.exact_ulp_original, float((off / unit).max()))
         self.square_original += float(off.pow(2).sum())
@@ -209,6 +209,7 @@ def watching(norms: list[NormUnderTest], sample: int = _SAMPLE) -> Iterator[dict
 
 def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., None]:
     busy = False
+    sampler = _Sampler(sample)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nonlocal busy
@@ -222,7 +223,7 @@ def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., N
         busy = True
         try:
             with torch.no_grad():
-                x, output = _sample(x.detach(), output.detach(), sample)
+                x, output = sampler.pick(x.detach(), output.detach())
                 meter.add(x, norm.gain(), norm.bias(), norm.original(x), output)
         finally:
             busy = False
@@ -230,13 +231,38 @@ def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., N
     return hook
 
 
-def _sample(x: torch.Tensor, output: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep evenly spaced rows of a large call; a small one is taken as it is, strides and all."""
-    if x.numel() <= most or x.dim() < 2 or x.shape != output.shape:
-        return x, output
-    rows = x.numel() // x.shape[-1]
-    keep = max(1, most // x.shape[-1])
-    if keep >= rows:
-        return x, output
-    index = torch.linspace(0, rows - 1, keep, dtype=torch.float64).round().long().to(x.device)
-    return x.reshape(rows, -1)[index], output.reshape(rows, -1)[index]
+class _Sampler:
+    """Choose which rows of a call are compared.
+
+    Evenly spaced ones of a large call; and each distinct row once: the first norm of a model sees a token's
+    embedding again and again, and one rounding that differs would count as many.
+
+    Args:
+        most: elements of one call that are compared.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.seen: set[float] = set()
+
+    def pick(self, x: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows to compare; the call as it is, strides and all, where that is every row of it."""
+        if x.dim() < 2 or x.shape != output.shape or not x.numel():
+            return x, output
+        rows = x.numel() // x.shape[-1]
+        keep = max(1, min(rows, self.most // x.shape[-1]))
+        index = torch.linspace(0, rows - 1, keep, dtype=torch.float64, device=x.device).round().long()
+        index = index[self._new(x.reshape(rows, -1)[index])]
+        if len(index) == rows:
+            return x, output
+        return x.reshape(rows, -1)[index], output.reshape(rows, -1)[index]
+
+    def _new(self, rows: torch.Tensor) -> list[int]:
+        # A projection tells rows apart; a NaN is equal to nothing and so is always new.
+        direction = torch.arange(1, rows.shape[-1] + 1, dtype=torch.float64, device=rows.device).sin()
+        new = []
+        for at, key in enumerate((rows.double() * direction).sum(-1).tolist()):
+            if key not in self.seen:
+                self.seen.add(key)
+                new.append(at)
+        return new

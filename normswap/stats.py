@@ -13,6 +13,7 @@ __all__ = [
     "Gap",
     "Tokens",
     "bootstrap_ratio",
+    "chance_of_as_many",
     "compare_tokens",
     "gap",
     "relative",
@@ -79,6 +80,22 @@ def ulp_distance(a: torch.Tensor, b: torch.Tensor, at: torch.Tensor | None = Non
     one_nan = a.isnan() != b.isnan()
     both_nan = a.isnan() & b.isnan()
     return distance.masked_fill(both_nan, 0.0).masked_fill(one_nan, float("inf"))
+
+
+def chance_of_as_many(count: int, expected: float) -> float:
+    """Probability that a Poisson variable of this mean is at least ``count``.
+
+    Args:
+        count: what was counted.
+        expected: the mean; 0 means that nothing is expected.
+
+    Returns:
+        1.0 for a count of 0; otherwise the regularised lower incomplete gamma function ``P(count, expected)``.
+    """
+    if count == 0:
+        return 1.0
+    arguments = (torch.tensor(float(value), dtype=torch.float64) for value in (count, expected))
+    return float(torch.special.gammainc(*arguments))
 
 
 def relative(errors: Sequence[float], sizes: Sequence[float]) -> float:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from normswap.stats import bootstrap_ratio, compare_tokens, gap, relative, ulp_distance, ulp_size
+from normswap.stats import bootstrap_ratio, chance_of_as_many, compare_tokens, gap, relative, ulp_distance, ulp_size
 
 pytestmark = pytest.mark.core
 
@@ -58,6 +58,13 @@ def test_nan_makes_a_gap_nan_and_masks_are_left_out():
     for other in ([1.0, math.nan, -3e38], [1.0, 2.0, math.nan]):
         found = gap(torch.tensor(other), clean)
         assert math.isnan(found.error) and math.isnan(found.max_abs) and found.nonfinite == 1
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1e-4), (2, 1.9), (10, 1.9), (10, 10.0), (3, 0.0)])
+def test_the_chance_of_as_many_is_the_tail_of_poisson(count, expected):
+    head = sum(math.exp(-expected) * expected**k / math.factorial(k) for k in range(count))
+    assert chance_of_as_many(count, expected) == pytest.approx(1 - head, abs=1e-12)
+    assert chance_of_as_many(0, expected) == 1.0
 
 
 def test_relative_errors():
