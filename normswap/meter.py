@@ -54,6 +54,7 @@ class NormMeter:
       `FLOAT32_NOISE` units of float32 at ``s``. The chance that such noise flips a rounding is in proportion to
       ``s / |out|``: `cancellation` is the mean of that (at least 1, at most `_CANCELLED`), by which the fraction of
       differing elements may grow. It is 1 for an RMSNorm without bias.
+    - 16-bit result of a 16-bit product and a bias (three roundings): units of the dtype at ``max(|out|, s)``.
     - float32 result of a 16-bit row (a float32 gain on a 16-bit input): units of the row's dtype times ``|g|``.
     - float32 result otherwise: units of float32 at ``max(|out|, s)``.
 
@@ -147,7 +148,9 @@ class NormMeter:
         self.square_swapped += float(off.pow(2).sum())
         gap = (wide - other).abs()
         noise = gap <= FLOAT32_NOISE * ulp_size(at, torch.float32)
-        if original.dtype in _HALF:
+        if original.dtype in _HALF and self.twice and bias is not None:
+            ulp = (gap / unit).masked_fill(noise, 0.0)
+        elif original.dtype in _HALF:
             ulp = ulp_distance(original, swapped).masked_fill(noise, 0.0)
         elif self.twice and self.middle is not None:
             ulp = (gap / (ulp_size(n, self.middle) * g)).masked_fill(noise, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,19 +12,27 @@ from typing import Literal
 import torch
 from torch import nn
 
-from normswap.meter import NormMeter
+from normswap.proof import (
+    ELEMENTS,
+    disagreement,
+    dtype_name,
+    prove,
+    prove_extremes,
+    prove_gradients,
+    prove_invariance,
+    relative,
+    row_count,
+    rows,
+    try_run,
+)
 from normswap.replica import Replica, Unfit, original_class
 from normswap.spec import NormSpec
-from normswap.stats import FLOAT32_NOISE
 
 __all__ = ["Refusal", "probe", "settings_key"]
 
 _NAMED_LIKE_A_NORM = re.compile(r"norm(?!al(?!iz|is))|(?<![A-Z])LN(?![a-z])|RMS", re.IGNORECASE)
 _CONTAINER_NORM = re.compile(r"Norm(Gated|PerHead|Layer|alization)?(\dd)?$")
 _Gain = Literal["w", "1+w", "none"]
-_ELEMENTS = 1 << 17
-# Right formulas differ in at most one of ten thousand elements, by the order of summation; wrong ones in one of five.
-_AGREEING = 0.999
 # The order is that of trust: the pairs that models are served in first.
 _DTYPE_PAIRS = (
     (torch.bfloat16, torch.bfloat16),
@@ -107,21 +115,30 @@ def _is_candidate(module: nn.Module) -> bool:
     if isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)):
         return False
     if module._modules:
-        if _CONTAINER_NORM.search(cls.__name__):
+        if _CONTAINER_NORM.search(cls.__name__) and _is_small(module):
             raise Unfit(f"it is made of other modules ({', '.join(sorted(module._modules)[:4])})")
         return False
     return True
+
+
+def _is_small(module: nn.Module) -> bool:
+    """Whether a container could be a norm by itself (one for each head, one with a projection), not a whole block."""
+    leaves = [child for child in module.modules() if not child._modules]
+    linears = sum(isinstance(leaf, nn.Linear) for leaf in leaves)
+    deep = any(grandchild._modules for child in module.children() for grandchild in child.children())
+    return linears <= 1 and not deep
 
 
 def _find(replica: Replica) -> NormSpec | Refusal:
     replica.check_signature()
     spec = replace(_find_formula(replica), eps=1.0)
     spec = replace(spec, eps=_find_eps(replica, spec))
-    _prove(replica, spec, ((torch.float32, torch.float32),))
+    prove(replica, spec, ((torch.float32, torch.float32),))
     spec = _find_rounding(replica, spec)
-    _prove(replica, spec, _DTYPE_PAIRS)
-    _prove_invariance(replica)
-    _prove_extremes(replica, spec)
+    prove(replica, spec, _DTYPE_PAIRS)
+    prove_invariance(replica)
+    prove_extremes(replica, spec)
+    prove_gradients(replica, spec)
     return spec
 
 
@@ -129,13 +146,18 @@ def _find_formula(replica: Replica) -> NormSpec:
     """Regress the output on the normalised row, column by column; eps is negligible at this scale."""
     replica.randomise(torch.float32)
     width = replica.width
-    x = 1e3 * (_rows(width, max(64, min(4096, _ELEMENTS // width))) + 0.5)
-    y = replica.run(x)
+    x = 1e3 * (rows(width, max(64, min(4096, ELEMENTS // width))) + 0.5)
+    try:
+        y = replica.run(x)
+    except Unfit:
+        if try_run(replica, torch.randn(2, width, 3, 5)) is not None:
+            raise Unfit("it normalises the channels of a channels-first image, which is not swapped yet") from None
+        raise
     if y.dtype != torch.float32:
-        raise Unfit(f"it returns {_name(y.dtype)} for a float32 input and float32 parameters")
+        raise Unfit(f"it returns {dtype_name(y.dtype)} for a float32 input and float32 parameters")
     if not y.isfinite().all():
         raise Unfit("it returns values that are not finite for an ordinary input")
-    if _relative(replica.run(4 * x), y) > 1e-3:
+    if relative(replica.run(4 * x), y) > 1e-3:
         raise Unfit("it does not normalise: its output changes with the scale of its input")
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
     for kind in kinds:
@@ -169,14 +191,14 @@ def _regress(y: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     n_mean, y_mean = n.mean(0), y.mean(0)
     gain = ((n - n_mean) * (y - y_mean)).sum(0) / (n - n_mean).pow(2).sum(0)
     bias = y_mean - gain * n_mean
-    return gain, bias, _relative(gain * n + bias, y)
+    return gain, bias, relative(gain * n + bias, y)
 
 
 def _other_formula(replica: Replica, x: torch.Tensor, y: torch.Tensor) -> str:
     """Name the kind of normalisation that is not this version's, as far as it can be told."""
     other = 1e3 * torch.randn_like(x)
     other[..., 0, :] = x[..., 0, :]
-    if _relative(replica.run(other)[..., 0, :], y[..., 0, :]) > 1e-3:
+    if relative(replica.run(other)[..., 0, :], y[..., 0, :]) > 1e-3:
         return "its rows are not independent of each other"
     for groups in range(2, replica.width // 2 + 1):
         if replica.width % groups == 0 and any(
@@ -190,11 +212,11 @@ def _match_gain(replica: Replica, gain: torch.Tensor, kind: str) -> tuple[_Gain,
     forms: tuple[tuple[_Gain, float], ...] = (("w", 0.0), ("1+w", 1.0))
     for name, tensor in replica.tensors.items():
         for form, offset in forms:
-            if _relative(gain, tensor.double() + offset) < 1e-4:
+            if relative(gain, tensor.double() + offset) < 1e-4:
                 return form, name
-    if _relative(gain, torch.ones_like(gain)) < 1e-4:
+    if relative(gain, torch.ones_like(gain)) < 1e-4:
         return "none", None
-    if _relative(gain, torch.full_like(gain, replica.width**-0.5)) < 1e-4:
+    if relative(gain, torch.full_like(gain, replica.width**-0.5)) < 1e-4:
         raise Unfit("it divides by the root of the sum (L2), which is not swapped yet", is_norm=True)
     raise Unfit(f"its gain is neither w nor 1 + w of a parameter ({kind} normalisation)", is_norm=True)
 
@@ -203,7 +225,7 @@ def _match_bias(replica: Replica, bias: torch.Tensor) -> str | None:
     if bias.abs().max() < 1e-4:
         return None
     for name, tensor in replica.tensors.items():
-        if _relative(bias, tensor.double()) < 1e-3:
+        if relative(bias, tensor.double()) < 1e-3:
             return name
     raise Unfit("what it adds after the gain is no parameter of its own", is_norm=True)
 
@@ -214,7 +236,7 @@ def _find_eps(replica: Replica, spec: NormSpec) -> float:
     if spec.bias_name is not None:
         # A bias would swallow the tiny products that eps is read from.
         replica.tensors[spec.bias_name].zero_()
-    x = 1e-12 * (_rows(replica.width, 64) + 0.5)
+    x = 1e-12 * (rows(replica.width, 64) + 0.5)
     y = replica.run(x).double()
     gain = replica.tensors[spec.gain_name].double() + spec.offset if spec.gain_name else 1.0
     centred = x.double() - (x.double().mean(-1, keepdim=True) if spec.kind == "layer" else 0.0)
@@ -237,108 +259,21 @@ def _find_rounding(replica: Replica, spec: NormSpec) -> NormSpec:
     runs = []
     for x_dtype, gain_dtype in _DTYPE_PAIRS:
         replica.randomise(gain_dtype)
-        x = (_rows(replica.width, _row_count(replica.width)) + 0.25).to(x_dtype)
-        if (not replica.tensors and x_dtype != gain_dtype) or (y := _try_run(replica, x)) is None:
+        x = (rows(replica.width, row_count(replica.width)) + 0.25).to(x_dtype)
+        if (not replica.tensors and x_dtype != gain_dtype) or (y := try_run(replica, x)) is None:
             if x_dtype == gain_dtype:
-                raise Unfit(f"it does not run in {_name(x_dtype)}", is_norm=True)
+                raise Unfit(f"it does not run in {dtype_name(x_dtype)}", is_norm=True)
             continue
         runs.append((x, dict(replica.tensors), y))
     first_fault = ""
     for cast, out in _ROUNDINGS:
         candidate = replace(spec, cast=cast, out=out)
-        faults = (_disagreement(candidate, x, tensors, y) for x, tensors, y in runs)
+        faults = (disagreement(candidate, x, tensors, y) for x, tensors, y in runs)
         fault = next((fault for fault in faults if fault), None)
         if fault is None:
             return candidate
         first_fault = first_fault or fault
     raise Unfit(f"no known order of casts gives its half-precision results ({first_fault})", is_norm=True)
-
-
-def _prove(replica: Replica, spec: NormSpec, pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
-    """Compare with the original on fresh parameters and fresh inputs: ordinary, large, and small beside eps."""
-    scales = (1.0, 1e3, 1e6, max(spec.eps, 1e-12) ** 0.5)
-    for x_dtype, gain_dtype in pairs:
-        for scale in scales:
-            if x_dtype == torch.float16 and not 1e-3 < scale < 1e4:
-                continue
-            replica.randomise(gain_dtype)
-            x = (scale * (_rows(replica.width, _row_count(replica.width)) - 0.5)).to(x_dtype)
-            y = _try_run(replica, x)
-            if y is None:
-                continue
-            if fault := _disagreement(spec, x, replica.tensors, y):
-                # The regression held for large rows in float32, so a smaller row that is off is off by eps.
-                where = "; eps may not stand inside the root" if x_dtype == torch.float32 and scale < 1e3 else ""
-                raise Unfit(f"the formula found for it is not proved ({fault}{where})", is_norm=True)
-
-
-def _prove_invariance(replica: Replica) -> None:
-    """Run once more, in training mode, in other ranks and strides: the result must stay."""
-    replica.randomise(torch.float32)
-    x = _rows(replica.width, 24)
-    y = replica.run(x)
-    if not torch.equal(replica.run(x), y):
-        raise Unfit("it gives another result the second time", is_norm=True)
-    if not torch.equal(replica.run(x, training=True), y):
-        raise Unfit("it computes something else in training mode", is_norm=True)
-    strided = torch.cat([x, x], -1)[..., : replica.width]
-    for view in (x.reshape(24, -1), x.reshape(2, 3, 4, -1), strided):
-        result = _try_run(replica, view)
-        if result is not None and _relative(result.reshape(y.shape), y) > 1e-5:
-            raise Unfit(f"it computes something else on a {view.dim()}-dimensional input", is_norm=True)
-
-
-def _prove_extremes(replica: Replica, spec: NormSpec) -> None:
-    """Feed rows of zeros and rows with an infinity or a NaN: the pattern of what is not finite must be the same."""
-    replica.randomise(torch.float32)
-    x = _rows(replica.width, 8)[0]
-    x[0] = 0.0
-    for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
-        x[row, -1] = value
-    expected = spec.compute(x, replica.get(spec.gain_name), replica.get(spec.bias_name))
-    got = replica.run(x)
-    if not (torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())):
-        raise Unfit("it treats zeros, infinities or NaN in its input in a way of its own", is_norm=True)
-
-
-def _disagreement(spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tensor], y: torch.Tensor) -> str | None:
-    gain, bias = (None if name is None else tensors[name] for name in (spec.gain_name, spec.bias_name))
-    where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
-    pair = f"{_name(x.dtype)} input" + (f", {_name(gain.dtype)} gain" if gain is not None else "")
-    if y.dtype != where.out:
-        return f"{pair}: expected {_name(where.out)}, got {_name(y.dtype)}"
-    meter = NormMeter(spec)
-    meter.add(x, gain, bias, y, spec.compute(x, gain, bias))
-    if where.unit == torch.float32:
-        off = meter.exact_ulp_original
-        return None if off <= 2 * FLOAT32_NOISE else f"{pair}: {off:.3g} units from the formula in float64"
-    agreeing = meter.agreeing / meter.elements
-    if not (meter.max_ulp <= (2 if where.twice else 1) and agreeing >= _AGREEING):
-        return f"{pair}: {meter.max_ulp:.3g} units off, {100 * agreeing:.2f}% identical"
-    return None
-
-
-def _try_run(replica: Replica, x: torch.Tensor) -> torch.Tensor | None:
-    try:
-        return replica.run(x)
-    except Unfit:
-        return None
-
-
-def _rows(width: int, count: int) -> torch.Tensor:
-    return torch.randn(2, (count + 1) // 2, width)
-
-
-def _row_count(width: int) -> int:
-    return max(8, _ELEMENTS // width)
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

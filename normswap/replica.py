@@ -103,20 +103,49 @@ class Replica:
             if isinstance(value, float) and value > 0:
                 yield value
 
-    def randomise(self, dtype: torch.dtype) -> None:
-        """Give the copy fresh random tensors of this dtype, none of them near 0 or 1."""
+    def randomise(self, dtype: torch.dtype, *, wide: bool = False) -> None:
+        """Give the copy fresh random tensors of this dtype.
+
+        Args:
+            dtype: of the tensors.
+            wide: with the sizes that trained models have, from 0 over 0.01 to 1000; else all between 0.2 and 2.
+        """
         for name in self._names:
             magnitude = torch.empty(self.width).uniform_(0.2, 2.0)
+            if wide:
+                magnitude = 10 ** torch.empty(self.width).uniform_(-2.0, 3.0)
+                magnitude[torch.rand(self.width) < 0.02] = 0.0
             sign = torch.where(torch.rand(self.width) < 0.3, -1.0, 1.0)
-            self.tensors[name] = tensor = (magnitude * sign).to(self.device, dtype)
-            if name in self.module._parameters:
-                self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-            else:
-                self.module._buffers[name] = tensor
+            self._give(name, (magnitude * sign).to(self.device, dtype))
+
+    def adopt(self, module: nn.Module) -> None:
+        """Give the copy the values of the module's own tensors."""
+        for name in self._names:
+            self._give(name, getattr(module, name).detach().clone())
+
+    def track_gradients(self) -> None:
+        """Have autograd record what the copy does with its parameters."""
+        for name in self._names:
+            parameter = self.module._parameters.get(name)
+            if parameter is not None:
+                self.tensors[name] = parameter.requires_grad_()
+
+    def _give(self, name: str, tensor: torch.Tensor) -> None:
+        self.tensors[name] = tensor
+        if name in self.module._parameters:
+            self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            self.module._buffers[name] = tensor
 
     def get(self, name: str | None) -> torch.Tensor | None:
         """Return the tensor of this name; None for None."""
         return None if name is None else self.tensors[name]
+
+    def _state(self) -> dict[str, object]:
+        """What a call may not change: plain settings, and each tensor with its count of in-place writes."""
+        plain: dict[str, object] = {name: value for name, value in vars(self.module).items() if _plain(value)}
+        tensors = {**self.module._parameters, **self.module._buffers}
+        return plain | {name: (id(t), t._version) for name, t in tensors.items() if t is not None}
 
     def run(self, x: torch.Tensor, *, training: bool = False) -> torch.Tensor:
         """Run the copy.
@@ -129,14 +158,16 @@ class Replica:
             Unfit: it fails on this input, or what it returns is not one tensor of the input's shape.
         """
         vars(self.module)["training"] = training
-        before = x.clone()
+        before, state = x.detach().clone(), self._state()
         try:
             y = self.cls.forward(self.module, x)
         except Exception as error:
             words = " ".join(str(error).split())[:80] or type(error).__name__
             raise Unfit(f"it does not run on rows of {self.width} numbers ({words})") from None
-        if not torch.equal(x.nan_to_num(1.0), before.nan_to_num(1.0)):
+        if not torch.equal(x.detach().nan_to_num(1.0), before.nan_to_num(1.0)):
             raise Unfit("it changes its input in place")
+        if self._state() != state:
+            raise Unfit("it changes its own attributes or buffers when it runs")
         if not isinstance(y, torch.Tensor):
             raise Unfit(f"it returns a {type(y).__name__}, not one tensor", is_norm=False)
         if y.shape != x.shape:
@@ -144,6 +175,10 @@ class Replica:
         if not y.is_floating_point():
             raise Unfit(f"it returns {y.dtype}")
         return y
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _copied_state(module: nn.Module) -> dict[str, object]:

@@ -200,3 +200,64 @@ class Act(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.gelu(x)
+
+
+class NormalizeNorm(_Base):
+    """RMSNorm by ``F.normalize``, whose eps is a clamp of 1e-12: rows of zeros stay zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = nn.functional.normalize(x.float(), dim=-1) * x.shape[-1] ** 0.5
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class TinyEpsNorm(_Base):
+    """eps so small that only rows of zeros see it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-30)
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class ClampedGainNorm(_Base):
+    """Clamps its gain."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float().clamp(-100, 100)).to(x.dtype)
+
+
+class LoneRowNorm(_Base):
+    """Computes something else for a batch of one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x) * (1.01 if x.shape[0] == 1 else 1.0)
+
+
+class DetachedNorm(_Base):
+    """No gradient through the statistics."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6).detach()
+        return (wide * self.weight.float()).to(x.dtype)
+
+
+class FrozenGainNorm(_Base):
+    """No gradient to the gain."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float().detach()).to(x.dtype)
+
+
+class CountingNorm(_Base):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.normed(x)

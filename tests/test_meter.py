@@ -145,3 +145,17 @@ def test_few_elements_fail_only_for_what_chance_does_not_explain():
     assert judged(1_000_000, 100) == []
     assert judged(1_000_000, 140) != []
     assert judged(100, 26) != []
+
+
+def test_a_rounded_product_that_the_bias_cancels_is_judged_by_the_product():
+    """DeBERTa's class rounds the row, the product and the sum: one unit of the product is many of the sum."""
+    spec = NormSpec("layer", 4, 1e-7, bias=True, cast="before_gain", out="promote", bias_name="bias")
+    x = torch.tensor([[-1.0, 0.5, 1.5, 0.25]]).half()
+    gain, zero = torch.full((4,), 1.37).half(), torch.zeros(4).half()
+    product = spec.compute(x, gain, zero)
+    bias = (-product[0] * (1 + 2**-9)).half()
+    original = spec.compute(x, gain, bias)
+    swapped = (torch.nextafter(product, torch.full_like(product, 9.0)).float() + bias.float()).half()
+    meter = NormMeter(spec)
+    meter.add(x, gain, bias, original, swapped)
+    assert 0 < meter.max_ulp <= 1

@@ -55,6 +55,13 @@ REFUSED = {
     hw.ExpNorm: "its gain is neither w nor 1 + w",
     hw.ClippingNorm: "the formula found for it is not proved",
     hw.ForgivingNorm: "it treats zeros, infinities or NaN in its input in a way of its own",
+    hw.NormalizeNorm: "it treats zeros, infinities or NaN in its input in a way of its own",
+    hw.TinyEpsNorm: "it treats zeros, infinities or NaN in its input in a way of its own",
+    hw.ClampedGainNorm: "the formula found for it is not proved",
+    hw.LoneRowNorm: "it computes something else on an input of shape [1,",
+    hw.DetachedNorm: "its gradients are not those of its formula",
+    hw.FrozenGainNorm: "its gradients are not those of its formula",
+    hw.CountingNorm: "it changes its own attributes or buffers",
     hw.PerHeadNorm: "its parameter weight has shape [4, 16]",
 }
 

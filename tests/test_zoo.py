@@ -39,7 +39,7 @@ NOT_PLAIN = (
     "its forward takes (hidden_states, gate)",
     "normalises over channels",
     "normalises over the batch",
-    "permute(sparse_coo)",
+    "channels of a channels-first image",
     "not enough values to unpack (expected 4",
 )
 
