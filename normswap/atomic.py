@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from normswap.temporary import lock, new_name, remove_stale
 __all__ = ["AtomicFolder", "check_output"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_OURS = ("config.json", "normswap.json")
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 
 def check_output(out: Path, source: Path, overwrite: bool) -> None:
@@ -165,13 +166,27 @@ def _refuse_to_replace(out: Path) -> None:
     if out.is_symlink() or not out.is_dir():
         raise OutputError(f"expected a folder at {out}, got something else; it was left as it is")
     content = {file.name for file in out.iterdir()}
-    if content and not any((out / name).is_file() for name in _OURS):
-        raise OutputError(f"refusing to replace {out}: it holds no checkpoint (no {' or '.join(_OURS)})")
+    if content and not _is_checkpoint(out, content):
+        raise OutputError(
+            f"refusing to replace {out}: it holds no checkpoint (no normswap.json, nor the config.json of a model "
+            "beside its weights)"
+        )
     if ".git" in content:
         raise OutputError(f"refusing to replace {out}: it is a git repository; choose another folder")
     for precious in (Path.home(), Path.cwd()):
         if any(parent.exists() and out.samefile(parent) for parent in (precious, *precious.parents)):
             raise OutputError(f"refusing to replace {out}: {precious} is in it; choose another folder")
+
+
+def _is_checkpoint(out: Path, content: set[str]) -> bool:
+    if (out / "normswap.json").is_file():
+        return True
+    try:
+        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    describes = isinstance(config, dict) and bool(config.get("model_type") or config.get("architectures"))
+    return describes and any(name.endswith(_WEIGHTS) for name in content)
 
 
 def _refuse_inside(out: Path, base: Path, source: Path) -> None:
@@ -194,9 +209,14 @@ def _refuse_without_room(out: Path, base: Path, source: Path) -> None:
         return
     free = shutil.disk_usage(base).free
     if needed > free:
-        raise OutputError(
-            f"not enough room for {out}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; choose another disk"
-        )
+        raise OutputError(f"not enough room for {out}: {_size(needed)} needed, {_size(free)} free; choose another disk")
+
+
+def _size(count: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"
 
 
 def _existing_ancestor(out: Path) -> Path:

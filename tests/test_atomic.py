@@ -39,7 +39,7 @@ try:
                 time.sleep(60)
             (folder / f"{number}.bin").write_bytes(b"n" * 65536)
             time.sleep(0.001)
-        (folder / "config.json").write_text(text)
+        (folder / "normswap.json").write_text(text)
 except OutputError as error:
     sys.exit(f"{error}")
 """
@@ -56,7 +56,7 @@ def source(tmp_path: Path) -> Path:
 
 def make_checkpoint(path: Path, text: str = "old") -> Path:
     path.mkdir(parents=True)
-    (path / "config.json").write_text(text)
+    (path / "normswap.json").write_text(text)
     return path
 
 
@@ -95,7 +95,7 @@ def test_an_exception_leaves_no_trace(tmp_path: Path, source: Path, error: type,
         make_checkpoint(tmp_path / "x" / "out")
     before = names(tmp_path)
     with pytest.raises(error), AtomicFolder(tmp_path / "x" / "out", overwrite=overwrite, source=source) as folder:
-        (folder / "config.json").write_text("new")
+        (folder / "normswap.json").write_text("new")
         raise error
     assert names(tmp_path) == before
 
@@ -109,9 +109,9 @@ def test_overwriting_replaces_the_whole_folder(
     out = make_checkpoint(tmp_path / "out")
     (out / "stale.txt").write_text("stale")
     with AtomicFolder(out, overwrite=True, source=source) as folder:
-        (folder / "config.json").write_text("new")
-    assert names(tmp_path) == ["out", "out/config.json", "source", "source/config.json", "source/model.safetensors"]
-    assert (out / "config.json").read_text() == "new"
+        (folder / "normswap.json").write_text("new")
+    assert names(tmp_path) == ["out", "out/normswap.json", "source", "source/config.json", "source/model.safetensors"]
+    assert (out / "normswap.json").read_text() == "new"
 
 
 def test_a_failed_replacement_puts_the_old_folder_back(
@@ -132,15 +132,15 @@ def test_a_failed_replacement_puts_the_old_folder_back(
         pytest.raises(OutputError, match=r"cannot write .*out: no luck"),
         AtomicFolder(out, overwrite=True, source=source) as folder,
     ):
-        (folder / "config.json").write_text("new")
-    assert names(tmp_path) == before and (out / "config.json").read_text() == "old"
+        (folder / "normswap.json").write_text("new")
+    assert names(tmp_path) == before and (out / "normswap.json").read_text() == "old"
 
 
 def test_a_run_killed_between_two_renames_loses_nothing(tmp_path: Path, source: Path) -> None:
     make_checkpoint(tmp_path / ".out.normswap-old")
     with pytest.raises(OutputError, match=r"exists"):
         AtomicFolder(tmp_path / "out", source=source).__enter__()
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert (tmp_path / "out" / "normswap.json").read_text() == "old"
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -193,7 +193,7 @@ def test_a_kill_while_it_writes_leaves_what_was_there(tmp_path: Path, source: Pa
     assert writer.stdout is not None and writer.stdout.readline() == "paused\n"
     writer.kill()
     writer.communicate(timeout=60)
-    assert (entries(out), (out / "config.json").read_text()) == (["config.json"], "old")
+    assert (entries(out), (out / "normswap.json").read_text()) == (["normswap.json"], "old")
     assert start_writer(out, source).communicate(timeout=60) == ("", "")
     assert entries(tmp_path) == ["out", "source"]
 
@@ -207,7 +207,7 @@ def test_kill_at_random_moments_leaves_a_whole_folder_and_little_rubbish(tmp_pat
         time.sleep(chance.uniform(0, 0.4))
         writer.kill()
         writer.communicate(timeout=60)
-        found = (out / "config.json").read_text()
+        found = (out / "normswap.json").read_text()
         assert found in (before, f"run {run}")
         assert len(entries(out)) == (1 if found == "old" else 41)
         # At most what this run left: it cleaned up after those before it.
@@ -260,7 +260,7 @@ def test_overwrite_replaces_checkpoints_only(tmp_path: Path, source: Path, monke
     (precious / "thesis.tex").write_text("x")
     with pytest.raises(OutputError, match=r"refusing to replace .*: it holds no checkpoint"):
         check_output(precious, source, True)
-    (precious / "config.json").write_text("{}")
+    (precious / "normswap.json").write_text("{}")
     (precious / ".git").mkdir()
     with pytest.raises(OutputError, match=r"refusing to replace .*: it is a git repository"):
         check_output(precious, source, True)
@@ -269,6 +269,33 @@ def test_overwrite_replaces_checkpoints_only(tmp_path: Path, source: Path, monke
     monkeypatch.chdir(precious / "deeper")
     with pytest.raises(OutputError, match=r"deeper is in it; choose another folder"):
         check_output(precious, source, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "replaced"),
+    [
+        ('{"port": 80}', ["server.py", "model.safetensors"], False),
+        ('{"model_type": "llama"}', ["server.py"], False),
+        ("not JSON", ["model.safetensors"], False),
+        ("[]", ["model.safetensors"], False),
+        ('{"model_type": "llama"}', ["model.safetensors"], True),
+        ('{"architectures": ["LlamaModel"]}', ["pytorch_model.bin"], True),
+        ('{"model_type": "llama"}', ["model.safetensors.index.json"], True),
+    ],
+)
+def test_overwrite_wants_the_config_of_a_model_beside_weights(
+    tmp_path: Path, source: Path, config: str, others: list[str], replaced: bool
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text(config)
+    for name in others:
+        (out / name).write_text("x")
+    if replaced:
+        check_output(out, source, True)
+    else:
+        with pytest.raises(OutputError, match=r"refusing to replace .*: it holds no checkpoint"):
+            check_output(out, source, True)
 
 
 def test_source_and_output_do_not_overlap(tmp_path: Path, source: Path) -> None:
@@ -301,10 +328,18 @@ def test_a_disk_too_small_is_told_before_the_work(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: SimpleNamespace(free=1001))
-    with pytest.raises(OutputError, match=r"not enough room for .*out: 0.00 GB needed, 0.00 GB free"):
+    with pytest.raises(OutputError, match=r"not enough room for .*out: 1.00 KB needed, 1.00 KB free"):
         check_output(tmp_path / "out", source, False)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: SimpleNamespace(free=1002))
     check_output(tmp_path / "out", source, False)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(7, "7 bytes"), (1500, "1.50 KB"), (2_340_000, "2.34 MB"), (999_999_999, "1000.00 MB"), (16 * 10**9, "16.00 GB")],
+)
+def test_sizes_are_told_in_a_fitting_unit(count: int, words: str) -> None:
+    assert atomic._size(count) == words
 
 
 @pytest.mark.parametrize("make", [lambda p: p / ("x" * 300), lambda p: p / "a\0b", lambda p: Path("/proc/x/y")])
