@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -130,8 +130,9 @@ def make_plan(
         UserWarning: an exclude pattern matches no norm.
     """
     wanted, unwanted = _patterns(include), _patterns(exclude)
+    aliases = _aliases(model) if wanted or unwanted else {}
     found: dict[Hashable, NormSpec | Refusal | None] = {}
-    decisions = []
+    decisions, names_of = [], {}
     for name, module in model.named_modules():
         key = settings_key(module)
         if key not in found:
@@ -140,7 +141,7 @@ def make_plan(
         if result is None:
             continue
         cls = original_class(module).__name__
-        names = _aliases(model, module, name) if wanted or unwanted else [name]
+        names_of[name] = names = aliases.get(module, [name])
         if isinstance(result, Refusal):
             decisions.append(Decision(name, cls, "refuse", result.reason, None, key))
         elif wanted and not _any_match(names, wanted):
@@ -149,7 +150,7 @@ def make_plan(
             decisions.append(Decision(name, cls, "refuse", "excluded by name", result, key))
         else:
             decisions.append(Decision(name, cls, "swap", "", result, key))
-    _check_patterns([d.name for d in decisions], wanted, unwanted)
+    _check_patterns(names_of, wanted, unwanted)
     return Plan(tuple(decisions))
 
 
@@ -159,20 +160,24 @@ def _patterns(given: str | Iterable[str] | None) -> Sequence[str]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 
-def _aliases(model: nn.Module, module: nn.Module, name: str) -> list[str]:
-    others = (n for n, m in model.named_modules(remove_duplicate=False) if m is module)
-    return [name, *others]
+def _aliases(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Return every name of every module; a shared one has several."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(module, []).append(name)
+    return found
 
 
 def _any_match(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def _check_patterns(names: Sequence[str], wanted: Sequence[str], unwanted: Sequence[str]) -> None:
-    examples = ", ".join(names[:3])
+def _check_patterns(names_of: Mapping[str, Sequence[str]], wanted: Sequence[str], unwanted: Sequence[str]) -> None:
+    examples = ", ".join(list(names_of)[:3])
+    names = [alias for aliases in names_of.values() for alias in aliases]
     for pattern in wanted:
-        if names and not any(fnmatchcase(name, pattern) for name in names):
+        if names and not _any_match(names, [pattern]):
             raise UsageError(f"include pattern {pattern!r} matches no norm; their names are like {examples}")
     for pattern in unwanted:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not _any_match(names, [pattern]):
             warnings.warn(f"exclude pattern {pattern!r} matches no norm", UserWarning, stacklevel=3)
