@@ -11,19 +11,22 @@ from typing import Any
 from normswap._version import __version__
 from normswap.atomic import AtomicFolder, check_output
 from normswap.errors import CheckpointError, OutputError
-from normswap.finite import check_finite
+from normswap.finite import check_finite, check_floating
 from normswap.listing import MANIFEST, follow
 from normswap.shards import Checkpoint, check_source
+from normswap.spec import NormSpec
 
 __all__ = [
     "MANIFEST",
     "AtomicFolder",
     "Checkpoint",
     "check_finite",
+    "check_floating",
     "check_output",
     "check_source",
     "copy_checkpoint",
     "hash_weights",
+    "notes_on_weights",
     "read_manifest",
     "write_manifest",
 ]
@@ -35,6 +38,34 @@ _SCHEMA = 1
 def hash_weights(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the SHA-256 of each weight file, by name."""
     return {name: _stream(follow(checkpoint.path, name), None, lambda _: None) for name in checkpoint.files}
+
+
+def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifest: dict[str, Any] | None) -> list[str]:
+    """Say where a converted checkpoint's weights differ by their bytes, for no inputs reach every tensor.
+
+    Args:
+        converted: the checkpoint under test.
+        original: what it is measured against; None where that is the same folder.
+        manifest: the manifest of `converted`, if it has one.
+
+    Returns:
+        A note for each difference: from the original, and from what the manifest records.
+    """
+    if original is None and manifest is None:
+        return []
+    hashes, notes = hash_weights(converted), []
+    if original is not None and set(hashes.values()) != set(hash_weights(original).values()):
+        notes.append(
+            "the two checkpoints' weights are not byte-identical; tensors that the inputs do not reach were not "
+            "compared"
+        )
+    if manifest is not None and not manifest.get("folds"):
+        recorded = manifest["source"]["files"]
+        changed = sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name))
+        if recorded and changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            notes.append(f"the weights were changed since the conversion ({', '.join(changed[:3])}{more})")
+    return notes
 
 
 def copy_checkpoint(
@@ -94,7 +125,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     """Read the ``normswap.json`` of a checkpoint; None where it has none.
 
     Raises:
-        CheckpointError: it is not JSON, or of a schema that this version does not know.
+        CheckpointError: it is not JSON, of a schema that this version does not know, or lacks what `load` needs.
     """
     file = path / MANIFEST
     try:
@@ -108,7 +139,43 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(
             f"expected schema {_SCHEMA} in {file}, got {schema!r}; upgrade normswap (this is {__version__})"
         )
+    if fault := _fault(data):
+        raise CheckpointError(f"{MANIFEST} in {path} is damaged: {fault}; convert the checkpoint again")
     return data
+
+
+def _fault(data: dict[str, Any]) -> str | None:
+    """Say what a manifest lacks of what is read from it later; None for a sound one."""
+    source, norms = data.get("source"), data.get("norms")
+    if not isinstance(source, dict):
+        return f"expected an object under source, got {_shown(data, 'source')}"
+    if not isinstance(source.get("name"), str):
+        return f"expected a text under source.name, got {_shown(source, 'name')}"
+    if not isinstance(source.get("revision"), str | None):
+        return f"expected a text or null under source.revision, got {_shown(source, 'revision')}"
+    if not isinstance(source.get("files"), dict):
+        return f"expected an object under source.files, got {_shown(source, 'files')}"
+    if not isinstance(norms, list):
+        return f"expected a list under norms, got {_shown(data, 'norms')}"
+    if not norms:
+        return "expected at least one norm under norms, it is empty"
+    for number, norm in enumerate(norms):
+        where = f"norms[{number}]"
+        if not isinstance(norm, dict):
+            return f"expected an object at {where}, got {json.dumps(norm)[:60]}"
+        if not isinstance(norm.get("name"), str):
+            return f"expected a text under {where}.name, got {_shown(norm, 'name')}"
+        if not isinstance(norm.get("spec"), dict):
+            return f"expected an object under {where}.spec, got {_shown(norm, 'spec')}"
+        try:
+            NormSpec.from_dict(norm["spec"])
+        except (TypeError, ValueError) as error:
+            return f"{where}.spec is no spec: {error}"
+    return None
+
+
+def _shown(data: dict[str, Any], key: str) -> str:
+    return json.dumps(data[key])[:60] if key in data else "none"
 
 
 def _stream(source: Path, target: Path | None, advance: Callable[[int], None]) -> str:

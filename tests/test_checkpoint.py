@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from normswap.checkpoint import (
     MANIFEST,
     check_finite,
+    check_floating,
     check_source,
     copy_checkpoint,
     hash_weights,
@@ -22,8 +23,11 @@ from normswap.checkpoint import (
     write_manifest,
 )
 from normswap.errors import CheckpointError
+from normswap.spec import NormSpec
 
 INDEX = "model.safetensors.index.json"
+SPEC = NormSpec("rms", 8, 1e-6).to_dict()
+SOURCE = {"name": "x", "revision": None, "files": {}}
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -264,9 +268,9 @@ def test_a_copy_is_whole_independent_and_without_junk(sharded: Path, tmp_path: P
 
 def test_the_manifest_is_read_back_and_strict(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
-    write_manifest(tmp_path, {"source": "x"})
+    write_manifest(tmp_path, {"source": SOURCE, "norms": [{"name": "a", "spec": SPEC}]})
     found = read_manifest(tmp_path)
-    assert found is not None and found["schema"] == 1 and found["source"] == "x" and "normswap" in found
+    assert found is not None and found["schema"] == 1 and found["source"] == SOURCE and "normswap" in found
     with pytest.raises(TypeError, match=r"expected a dict for normswap.json, got a list"):
         write_manifest(tmp_path, ["x"])  # type: ignore[arg-type]
     for text, words in (
@@ -276,3 +280,66 @@ def test_the_manifest_is_read_back_and_strict(tmp_path: Path) -> None:
         (tmp_path / MANIFEST).write_text(text)
         with pytest.raises(CheckpointError, match=words):
             read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "expected an object under source, got none"),
+        ({"source": None}, "expected an object under source, got null"),
+        ({"source": {}}, "expected a text under source.name, got none"),
+        ({"source": {**SOURCE, "revision": 3}}, "expected a text or null under source.revision, got 3"),
+        ({"source": {"name": "x"}}, "expected an object under source.files, got none"),
+        ({"source": SOURCE}, "expected a list under norms, got none"),
+        ({"source": SOURCE, "norms": []}, "expected at least one norm under norms, it is empty"),
+        ({"source": SOURCE, "norms": [3]}, r"expected an object at norms\[0\], got 3"),
+        ({"source": SOURCE, "norms": [{"spec": SPEC}]}, r"expected a text under norms\[0\].name, got none"),
+        ({"source": SOURCE, "norms": [{"name": "a"}]}, r"expected an object under norms\[0\].spec, got none"),
+        ({"source": SOURCE, "norms": [{"name": "a", "spec": None}]}, r"norms\[0\].spec, got null"),
+        (
+            {"source": SOURCE, "norms": [{"name": "a", "spec": {**SPEC, "taste": 1}}]},
+            r"no spec: .*got also \['taste'\]",
+        ),
+        (
+            {"source": SOURCE, "norms": [{"name": "a", "spec": {"kind": "rms"}}]},
+            r"norms\[0\].spec is no spec: .*'width'",
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_told_with_what_is_missing(tmp_path: Path, data: dict[str, object], words: str) -> None:
+    write_manifest(tmp_path, data)
+    with pytest.raises(CheckpointError, match=rf"normswap\.json in .* is damaged: .*{words}.*; convert the checkpoint"):
+        read_manifest(tmp_path)
+
+
+def test_minus_infinity_is_sound_in_a_stored_mask_only(tmp_path: Path) -> None:
+    def check(mask: float, weight: float) -> None:
+        tensors = {"bert.mask": torch.full((3,), mask), "bert.up.weight": torch.full((3,), weight)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        check_finite(check_source(tmp_path), {"up.weight"})
+
+    check(-torch.inf, 1.0)
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(CheckpointError, match=r"bert\.mask in model\.safetensors holds 3 NaN or infinite values"):
+            check(value, 1.0)
+    with pytest.raises(CheckpointError, match=r"bert\.up\.weight in model\.safetensors holds 3 NaN"):
+        check(-torch.inf, -torch.inf)
+    save_file({"mask": torch.full((3,), -torch.inf)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mask in model\.safetensors holds 3 NaN"):
+        check_finite(check_source(tmp_path))
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    tensors = {"up.weight": torch.ones(3, dtype=torch.int8), "position_ids": torch.arange(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = check_source(tmp_path)
+    check_floating(checkpoint, ["down.weight"])
+    for name in ("up.weight", "model.up.weight"):
+        with pytest.raises(CheckpointError, match=r"the parameter up\.weight in model\.safetensors, got dtype I8"):
+            check_floating(checkpoint, [name])
+
+
+def test_complex_numbers_of_a_pickle_are_looked_at(tmp_path: Path) -> None:
+    path = write_pickles(tmp_path / "m", {"a": torch.tensor([complex(1, torch.nan)], dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match=r"a in pytorch_model\.bin holds 1 NaN"):
+        check_finite(check_source(path))
