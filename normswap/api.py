@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from normswap.measuring import Serving, measure_modules, measure_sources, named_
 from normswap.parity import Criterion, ParityReport
 from normswap.patching import Patterns, apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
+from normswap.quiet import first_line
 from normswap.spec import NormSpec
 
 __all__ = ["Conversion", "Inspection", "convert", "inspect", "load", "patch", "unpatch", "verify"]
@@ -92,7 +95,7 @@ def inspect(
     if isinstance(model, nn.Module):
         model_type = getattr(getattr(model, "config", None), "model_type", None)
         return Inspection(type(model).__name__, model_type, make_plan(model, include=include, exclude=exclude))
-    source = loading.resolve(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
+    source = _resolve(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
     plan = make_plan(loading.build_meta(source), include=include, exclude=exclude)
     return Inspection(source.name, source.config.model_type, plan)
 
@@ -103,24 +106,26 @@ def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module
     Args:
         path: a folder that `convert` wrote.
         backend: as for `patch`.
-        kwargs: what ``from_pretrained`` takes (``dtype``, ``device_map``, ``attn_implementation``…), and
-            ``trust_remote_code``.
+        kwargs: what ``from_pretrained`` takes (``dtype`` or ``torch_dtype``, ``device_map``,
+            ``attn_implementation``…), and ``trust_remote_code``.
 
     Returns:
         The model, of the class that the checkpoint names, in evaluation mode.
 
     Raises:
-        CheckpointError: the folder is no converted checkpoint, or its norms are not those of its manifest.
+        CheckpointError: the folder is no converted checkpoint, its manifest is damaged, or its norms are not those
+            of its manifest.
     """
     trust = bool(kwargs.pop("trust_remote_code", False))
-    source = loading.resolve(path, revision=kwargs.pop("revision", None), trust_remote_code=trust)
+    source = _resolve(path, revision=kwargs.pop("revision", None), trust_remote_code=trust)
     manifest = ckpt.read_manifest(source.path)
     if manifest is None:
         raise CheckpointError(
             f"expected a folder with {ckpt.MANIFEST}, got {source.path} without; convert it first with "
             "`normswap patch`, or load it with transformers and call normswap.patch(model)"
         )
-    dtype, device = kwargs.pop("dtype", "auto"), kwargs.pop("device", "cpu")
+    dtype = kwargs.pop("torch_dtype", "auto")
+    dtype, device = kwargs.pop("dtype", dtype), kwargs.pop("device", "cpu")
     model = loading.load_model(source, dtype=dtype, device=device, **kwargs)
     apply_plan(model, _plan_of_manifest(model, manifest), backend=backend, verify=True)
     return model
@@ -184,20 +189,30 @@ def convert(
 
     Raises:
         ParityError: the verdict is fail; nothing was saved. Its ``report`` has the figures.
-        CheckpointError: the source is missing, incomplete, damaged or holds NaN or infinite weights.
+        CheckpointError: the source is missing, incomplete, damaged, or holds NaN or infinite weights (-inf is sound
+            where it is no parameter) or integers where the model has floating-point parameters.
         ModelError: its class is unknown, or it cannot be run.
         OutputError: `out` exists or cannot be written.
         BackendError: the backend cannot run here.
         NothingToPatchError: no norm can be swapped.
+        UsageError: an argument has a value that cannot be used.
+
+    Warns:
+        UserWarning: the folder holds a second set of weights, which is left behind; an exclude pattern matches no
+            norm; weights of a pooler are missing.
     """
     out = Path(out)
-    source = loading.resolve(model, revision=revision, trust_remote_code=trust_remote_code)
-    checkpoint = ckpt.check_source(source.path)
+    source = _resolve(model, revision=revision, trust_remote_code=trust_remote_code)
+    checkpoint = _checked(source)
     ckpt.check_output(out, source.path, overwrite)
     serving = _serving(backend, dtype, device, source, text, criterion, progress)
-    plan = make_plan(loading.build_meta(source), include=include, exclude=exclude)
+    meta = loading.build_meta(source)
+    plan = make_plan(meta, include=include, exclude=exclude)
     plan.require_swaps()
-    ckpt.check_finite(checkpoint)
+    parameters = dict(meta.named_parameters(remove_duplicate=False))
+    if not getattr(source.config, "quantization_config", None):
+        ckpt.check_floating(checkpoint, [name for name, value in parameters.items() if value.is_floating_point()])
+    ckpt.check_finite(checkpoint, parameters)
     report = None
     if verify:
         report = measure_sources(source, source, lambda _: plan, serving)
@@ -242,7 +257,13 @@ def verify(
         The measurements and the verdict; a failed verdict is returned, not raised.
 
     Raises:
-        CheckpointError, ModelError, BackendError, NothingToPatchError, UsageError: as for `convert`.
+        CheckpointError: a checkpoint is missing, incomplete or damaged, or the manifest is; its norms are not those of
+            the manifest.
+        ModelError, BackendError, NothingToPatchError: as for `convert`.
+        UsageError: the two are not of one architecture, or an argument has a value that cannot be used.
+
+    Warns:
+        UserWarning: a folder holds a second set of weights, which is not read; weights of a pooler are missing.
     """
     if isinstance(checkpoint, nn.Module) or isinstance(against, nn.Module):
         against = checkpoint if against is None else against
@@ -251,30 +272,54 @@ def verify(
             raise UsageError(f"expected two modules or two checkpoints, got {kinds}")
         serving = _serving(backend, dtype, device, checkpoint, text, criterion, progress)
         return measure_modules(checkpoint, against, serving)
-    converted = loading.resolve(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+    converted = _resolve(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
     serving = _serving(backend, dtype, device, converted, text, criterion, progress)
-    ckpt.check_source(converted.path)
+    files = _checked(converted)
     manifest = ckpt.read_manifest(converted.path)
     original = converted
     if against is not None:
-        original = loading.resolve(against, trust_remote_code=trust_remote_code)
+        original = _resolve(against, trust_remote_code=trust_remote_code)
     elif manifest is not None:
         original = _source_of(manifest, trust_remote_code)
-    if original is not converted:
-        ckpt.check_source(original.path)
+    other = None
+    if original.path.resolve() != converted.path.resolve():
+        other = _checked(original)
+        _require_one_class(converted, original)
 
     def plan_of(model: nn.Module) -> Plan:
         plan = make_plan(model) if manifest is None else _plan_of_manifest(model, manifest)
         plan.require_swaps()
         return plan
 
-    return measure_sources(original, converted, plan_of, serving)
+    report = measure_sources(original, converted, plan_of, serving)
+    return replace(report, notes=[*report.notes, *ckpt.notes_on_weights(files, other, manifest)])
+
+
+def _resolve(model: str | Path, **options: Any) -> Source:
+    # An empty path would name the working folder.
+    if isinstance(model, str) and not model.strip():
+        raise CheckpointError(f"expected a model folder or a Hub id, got {model!r}: no such folder")
+    return loading.resolve(model, **options)
+
+
+def _checked(source: Source) -> ckpt.Checkpoint:
+    checkpoint = ckpt.check_source(source.path)
+    for note in checkpoint.notes:
+        warnings.warn(f"{source.name}: {note}", stacklevel=3)
+    return checkpoint
+
+
+def _require_one_class(converted: Source, original: Source) -> None:
+    # By name: code of a checkpoint gives each folder a class of its own.
+    names = [loading.model_class(source).__name__ for source in (converted, original)]
+    if names[0] != names[1]:
+        raise UsageError(f"expected two checkpoints of one architecture, got {names[0]} and {names[1]}")
 
 
 def _source_of(manifest: dict[str, Any], trust_remote_code: bool) -> Source:
-    name, revision = manifest["source"]["name"], manifest["source"]["revision"]
+    name, revision = manifest["source"]["name"], manifest["source"].get("revision")
     try:
-        return loading.resolve(name, revision=revision, trust_remote_code=trust_remote_code)
+        return _resolve(name, revision=revision, trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         raise CheckpointError(
             f"the source that {ckpt.MANIFEST} names cannot be read ({error}); name it with --against"
@@ -325,10 +370,13 @@ def _device(given: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(given)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"expected a device that torch can use here, got {given!r}: {reason}") from None
+        # Read back, for the meta device takes anything and computes nothing.
+        torch.zeros(1, device=device).item()
+    except Exception as error:
+        reason = re.split(r"\.\s", first_line(error))[0].rstrip(".")
+        raise UsageError(f"expected a device that torch can use here, got {str(given)!r}: {reason}") from None
+    if device.type == "cpu" and device.index:
+        raise UsageError(f"expected a device that torch can use here, got {str(given)!r}: there is one cpu, number 0")
     return device
 
 

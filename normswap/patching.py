@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from normswap import modules
+from normswap.errors import UsageError
 from normswap.plan import Plan, make_plan
 
 __all__ = ["apply_plan", "patch", "unpatch"]
@@ -43,7 +44,7 @@ def patch(
         NothingToPatchError: no norm can be swapped; the message has the reasons.
         ParityError: a fused norm is out of the unit bound; nothing was changed.
         BackendError: the backend cannot run on the model's device.
-        UsageError: an include pattern matches no norm.
+        UsageError: an include pattern matches no norm, or `model` is no module.
 
     Example:
         >>> import torch, normswap
@@ -51,6 +52,7 @@ def patch(
         >>> normswap.patch(model)[1]
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, normswap='auto')
     """
+    _require_module(model)
     plan = make_plan(model, include=include, exclude=exclude)
     plan.require_swaps()
     apply_plan(model, plan, backend=backend, verify=verify)
@@ -62,6 +64,7 @@ def unpatch(model: ModelT) -> ModelT:
 
     Raises:
         ModelError: a swapped norm was wrapped by something else since (FSDP); nothing was changed.
+        UsageError: `model` is no module.
 
     Example:
         >>> import torch, normswap
@@ -69,6 +72,7 @@ def unpatch(model: ModelT) -> ModelT:
         >>> normswap.unpatch(normswap.patch(model))[0]
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True)
     """
+    _require_module(model)
     for _, module, _ in list(modules.fused_norms(model)):
         modules.unswap(module)
     return model
@@ -94,6 +98,14 @@ def apply_plan(model: nn.Module, plan: Plan, *, backend: str, verify: bool) -> N
     for decision, module in chosen:
         assert decision.spec is not None
         modules.swap(module, decision.spec, backend)
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"expected a torch.nn.Module, got {type(model).__name__}; for a checkpoint use normswap.convert, for a "
+            "converted one normswap.load"
+        )
 
 
 def _device_of(module: nn.Module) -> torch.device:
