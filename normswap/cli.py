@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from normswap._version import __version__
-from normswap.errors import NormswapError, ParityError
+from normswap.errors import NormswapError, OutputError, ParityError, UsageError
 
 if TYPE_CHECKING:
     from normswap.parity import ParityReport
@@ -22,8 +24,10 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _BACKENDS = click.Choice(["auto", "triton", "cpu", "interpret"])
 _DTYPES = click.Choice(["float32", "float16", "bfloat16"])
-_NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 _TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
+_INTERNAL = 3
+# What the progress line is drawn over with.
+_CLEAR = "\r\x1b[2K"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -31,7 +35,8 @@ _TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
 def main() -> None:
     """Swap every RMSNorm and LayerNorm of a Hugging Face model for a fused kernel, with measured parity.
 
-    MODEL is a Hub id or a folder. Exit codes: 0 done, 1 parity failed (nothing saved), 2 bad usage or bad input.
+    MODEL is a Hub id or a folder. Exit codes: 0 done, 1 parity failed (nothing saved), 2 bad usage or bad input,
+    3 internal error.
     """
 
 
@@ -54,7 +59,7 @@ def _running(command: CommandT) -> CommandT:
         click.option("--dtype", type=_DTYPES, help="What the model is served in.  [the checkpoint's]"),
         click.option("--device", help="Where it runs, such as cpu or cuda:0.  [a GPU if there is one]"),
         click.option("--text", type=_TEXT, help="UTF-8 text to verify on.  [built-in prompts]"),
-        click.option("--json", "json_file", type=_NEW_FILE, help="Write the measurements there."),
+        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the measurements there."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along."),
     ):
         command = option(command)
@@ -82,10 +87,7 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
         from normswap import api, report
 
         found = api.inspect(model, **options)
-        if as_json:
-            click.echo(json.dumps(found.to_dict(), indent=2))
-        else:
-            click.echo(report.render_inspection(found.plan.rows()))
+        _say(json.dumps(found.to_dict(), indent=2) if as_json else report.render_inspection(found.plan.rows()))
 
 
 @main.command("patch")
@@ -97,19 +99,25 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
 @_running
 def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None, **options: Any) -> None:
     """Swap the norms of MODEL, measure parity, and save to OUT if it holds."""
-    with _errors(json_file), _progress() as progress:
+    with _errors(json_file):
+        if no_verify and json_file is not None:
+            raise UsageError("--json writes the measurements, and --no-verify makes none; leave one of the two out")
+        _check_json(json_file)
         from normswap import api
 
-        done = api.convert(model, out, verify=not no_verify, progress=progress, **options)
-    if done.report is not None:
-        _show(done.report, json_file)
-    swapped, found = len(done.plan.swaps), len(done.plan.decisions)
-    click.echo(f"{swapped} of {found} norms swapped; saved to {done.out}")
-    for row in done.plan.rows():
-        if row["action"] == "refuse":
-            click.echo(f"  left alone: {row['count']} x {row['pattern']} ({row['class']}): {row['reason']}")
-    if done.report is None:
-        click.echo("parity was not measured (--no-verify)")
+        with _progress() as progress:
+            done = api.convert(model, out, verify=not no_verify, progress=progress, **options)
+        if done.report is not None:
+            _show(done.report)
+        swapped, found = len(done.plan.swaps), len(done.plan.decisions)
+        _say(f"{swapped} of {found} norms swapped; saved to {done.out}")
+        for row in done.plan.rows():
+            if row["action"] == "refuse":
+                _say(f"  left alone: {row['count']} x {row['pattern']} ({row['class']}): {row['reason']}")
+        if done.report is None:
+            _say("parity was not measured (--no-verify)")
+        else:
+            _write_json(done.report, json_file)
 
 
 @main.command("verify")
@@ -119,63 +127,138 @@ def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None
 @_running
 def verify_command(checkpoint: str, json_file: Path | None, **options: Any) -> None:
     """Measure whether CHECKPOINT computes what the original computes."""
-    with _errors(), _progress() as progress:
+    with _errors():
+        _check_json(json_file)
         from normswap import api
 
-        report = api.verify(checkpoint, progress=progress, **options)
-    _show(report, json_file)
-    if not report.passed:
-        sys.exit(ParityError.exit_code)
+        with _progress() as progress:
+            report = api.verify(checkpoint, progress=progress, **options)
+        if not report.passed:
+            _show_failed(report, json_file)
+            sys.exit(ParityError.exit_code)
+        _show(report)
+        _write_json(report, json_file)
 
 
-def _show(report: ParityReport, json_file: Path | None) -> None:
+def _show(report: ParityReport) -> None:
     from normswap.report import render
 
-    click.echo(render(report, color=sys.stdout.isatty()))
-    if json_file is not None:
-        with _errors():
-            _write_json(report, json_file)
+    _say(render(report, color=_is_terminal(sys.stdout)))
 
 
-def _write_json(report: ParityReport, json_file: Path) -> None:
+def _show_failed(report: ParityReport, json_file: Path | None) -> None:
+    """Show and write what can be; trouble with that is told, and the exit code stays the verdict's."""
+    for step in (lambda: _show(report), lambda: _write_json(report, json_file)):
+        try:
+            step()
+        except Exception as error:
+            _tell(error)
+
+
+def _say(text: str) -> None:
+    try:
+        click.echo(text)
+    except OSError as error:
+        # What is left in the buffer would fail once more, loudly, when Python ends.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
+
+
+def _check_json(json_file: Path | None) -> None:
+    """Refuse, before any work, a file that cannot be written after it."""
+    if json_file is None:
+        return
+    try:
+        reason = _unwritable(json_file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    if reason is not None:
+        raise UsageError(f"--json: cannot write {json_file}: {reason}")
+
+
+def _unwritable(file: Path) -> str | None:
+    if file.is_dir():
+        return "it is a folder"
+    if file.exists():
+        return None if os.access(file, os.W_OK) else "no permission to write it"
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent}"
+    return None if os.access(file.parent, os.W_OK | os.X_OK) else f"no permission to write into {file.parent}"
+
+
+def _write_json(report: ParityReport, json_file: Path | None) -> None:
+    if json_file is None:
+        return
     try:
         json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise NormswapError(f"--json: cannot write {json_file}: {error.strerror}") from None
+        raise OutputError(f"--json: cannot write {json_file}: {error.strerror}") from None
 
 
 @contextmanager
 def _errors(json_file: Path | None = None) -> Iterator[None]:
-    """End with one line and the error's exit code; a user's mistake shows no traceback."""
-    try:
-        yield
-    except ParityError as error:
-        if error.report is not None:
-            _show(error.report, json_file)
-        _fail(error)
-    except NormswapError as error:
-        _fail(error)
-    except KeyboardInterrupt:
-        click.echo("normswap: interrupted; nothing was saved", err=True)
-        sys.exit(130)
+    """End with one line and an exit code; neither a mistake nor a warning shows Python's own words."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _one_line_each()
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ParityError) and error.report is not None:
+                _show_failed(error.report, json_file)
+            sys.exit(_tell(error))
+        except KeyboardInterrupt:
+            click.echo("normswap: interrupted; nothing was saved", err=True)
+            sys.exit(130)
 
 
-def _fail(error: NormswapError) -> None:
-    click.echo(f"normswap: {' '.join(str(error).split())}", err=True)
-    sys.exit(error.exit_code)
+def _one_line_each() -> Callable[..., None]:
+    told = set()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in told:
+            told.add(text)
+            _complain(f"normswap: warning: {text}")
+
+    return show
+
+
+def _tell(error: Exception) -> int:
+    """Say in one line what went wrong, and return the exit code for it."""
+    if isinstance(error, NormswapError):
+        _complain(f"normswap: {' '.join(str(error).split())}")
+        return error.exit_code
+    hint = " (set NORMSWAP_DEBUG=1 for the traceback)"
+    if os.environ.get("NORMSWAP_DEBUG"):
+        _complain("".join(traceback.format_exception(error)).rstrip())
+        hint = ""
+    first = next(iter(str(error).strip().splitlines()), "")
+    _complain(f"normswap: internal error: {type(error).__name__}{': ' if first else ''}{first}{hint}")
+    return _INTERNAL
+
+
+def _complain(text: str) -> None:
+    # With stderr gone there is nowhere to say so.
+    with suppress(OSError):
+        click.echo(f"{_CLEAR if _is_terminal(sys.stderr) else ''}{text}", err=True)
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
     """Yield a callback that draws one line on stderr; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    if not _is_terminal(sys.stderr):
         yield None
         return
 
     def draw(step: str, done: int, total: int) -> None:
-        click.echo(f"\r\x1b[2K{step}: {100 * done // max(total, 1)}%", nl=False, err=True)
+        click.echo(f"{_CLEAR}{step}: {100 * done // max(total, 1)}%", nl=False, err=True)
 
     try:
         yield draw
     finally:
-        click.echo("\r\x1b[2K", nl=False, err=True)
+        click.echo(_CLEAR, nl=False, err=True)

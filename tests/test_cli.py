@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 from tiny_checkpoints import saved, tiny_llama
 from transformers import ResNetConfig, ResNetModel, SpeechT5HifiGan, SpeechT5HifiGanConfig
 
-from normswap import __version__, modules
+from normswap import __version__, api, modules
 from normswap.cli import main
 
 pytestmark = pytest.mark.core
@@ -49,7 +50,8 @@ def test_version_and_help_do_not_import_torch() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert __version__ in run("--version").stdout
-    assert "0 done, 1 parity failed" in run("--help").stdout
+    words = " ".join(run("--help").stdout.split())
+    assert "0 done, 1 parity failed (nothing saved), 2 bad usage or bad input, 3 internal error" in words
 
 
 def test_inspect_prints_a_table_or_json(llama: Path) -> None:
@@ -176,10 +178,85 @@ def test_bad_usage_is_clicks_own_exit_code(tmp_path: Path) -> None:
     assert run("patch", "somewhere", "-o", tmp_path, "--backend", "warp").exit_code == 2
 
 
-def test_an_unwritable_json_file_is_one_line(llama: Path, tmp_path: Path) -> None:
-    done = run("verify", llama, "--json", tmp_path / "no" / "such" / "folder.json")
+def test_an_unwritable_json_file_is_told_before_any_work(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("convert", "verify"):
+        monkeypatch.setattr(api, name, lambda *_, **__: pytest.fail("worked"))
+    out = tmp_path / "out"
+    for file in (tmp_path / "no" / "such.json", tmp_path, llama / "config.json" / "x.json", tmp_path / ("x" * 300)):
+        assert_one_line(run("patch", llama, "-o", out, "--json", file), "--json: cannot write")
+        assert_one_line(run("verify", llama, "--json", file), "--json: cannot write")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert_one_line(run("patch", llama, "-o", out, "--json", tmp_path / "x.json"), "no permission to write")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_json_file_that_fails_late_hides_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run("patch", llama, "-o", tmp_path / "out", "--json", "/dev/full")
     assert done.exit_code == 2
-    assert "--json: cannot write" in done.stderr
+    assert f"5 of 5 norms swapped; saved to {tmp_path / 'out'}" in done.stdout
+    assert done.stderr.splitlines() == ["normswap: --json: cannot write /dev/full: No space left on device"]
+    right = modules._OPERATIONS["rms"]
+    monkeypatch.setitem(modules._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
+    for failed in (
+        run("patch", llama, "-o", tmp_path / "other", "--json", "/dev/full"),
+        run("verify", llama, "--json", "/dev/full"),
+    ):
+        assert failed.exit_code == 1
+        assert failed.stdout.startswith("FAIL")
+        assert "--json: cannot write /dev/full" in failed.stderr
+
+
+def test_there_is_no_json_without_verification(tmp_path: Path) -> None:
+    done = run("patch", "./absent", "-o", tmp_path / "out", "--no-verify", "--json", tmp_path / "x.json")
+    assert_one_line(done, "--json .*--no-verify")
+
+
+def test_an_internal_error_is_one_line_and_exits_with_3(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.delenv("NORMSWAP_DEBUG", raising=False)
+    for name in ("inspect", "convert", "verify"):
+        monkeypatch.setattr(api, name, fail)
+    words = "normswap: internal error: RuntimeError: first line"
+    for done in (run("inspect", llama), run("patch", llama, "-o", llama / "out"), run("verify", llama)):
+        assert done.exit_code == 3
+        assert done.stderr == f"{words} (set NORMSWAP_DEBUG=1 for the traceback)\n"
+    monkeypatch.setenv("NORMSWAP_DEBUG", "1")
+    done = run("verify", llama)
+    assert done.exit_code == 3
+    assert "Traceback" in done.stderr and done.stderr.splitlines()[-1] == words
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_output_that_nobody_takes_is_one_line(llama: Path, closed: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "normswap", "inspect", str(llama)]
+    done = subprocess.run(command, stdout=writer if closed else full, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    os.close(full)
+    reason = "Broken pipe" if closed else "No space left on device"
+    assert done.stderr == f"normswap: cannot write to the standard output: {reason}\n"
+    assert done.returncode == 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(llama: Path) -> None:
+    done = run("inspect", llama, "--exclude", "nothing")
+    assert done.exit_code == 0
+    assert done.stderr == "normswap: warning: exclude pattern 'nothing' matches no norm\n"
+
+
+def test_an_empty_name_and_a_device_that_is_not_there(llama: Path, tmp_path: Path) -> None:
+    assert_one_line(run("patch", "", "-o", tmp_path / "out"), "got '': no such folder")
+    for device in ("cpu:3", "hpu", "mps", "xla"):
+        assert_one_line(run("verify", llama, "--device", device), f"torch can use here, got '{device}'")
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
