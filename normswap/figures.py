@@ -37,6 +37,7 @@ class Criterion:
             grows as results are smaller than the terms whose difference they are (see `NormMeter`).
         identical_fp16: the same for a float16 result.
         min_sequences: sequences that the interval needs.
+        min_outputs: numbers in the compared outputs that the ratio needs to judge.
         bootstrap: resamplings behind the interval.
     """
 
@@ -51,6 +52,7 @@ class Criterion:
     identical_fp16: float = 0.999
     chance: float = 1e-3
     min_sequences: int = 8
+    min_outputs: int = 4096
     bootstrap: int = 2000
 
     def describe(self) -> str:

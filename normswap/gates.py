@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,11 +20,14 @@ _MARGIN = 10
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def judge_exact(gaps: Sequence[Gap], control: Control | None, criterion: Criterion) -> tuple[Exact, list[str]]:
+def judge_exact(
+    gaps: Sequence[Mapping[str, Gap]], main: str, control: Control | None, criterion: Criterion
+) -> tuple[Exact, list[str]]:
     """Judge both models in float32.
 
     Args:
-        gaps: distance of the converted model from the original, one a sequence.
+        gaps: distance of each output of the converted model from the original's, one mapping a sequence.
+        main: the output that the figures are of; the others are held to the same bound.
         control: the negative control; None where no norm was reached.
         criterion: the bounds.
 
@@ -32,13 +35,20 @@ def judge_exact(gaps: Sequence[Gap], control: Control | None, criterion: Criteri
         The figures, and the failures in words.
     """
     bound = criterion.exact_bound
-    error = relative([entry.error for entry in gaps], [entry.size for entry in gaps])
+    errors = {
+        name: relative([entry[name].error for entry in gaps], [entry[name].size for entry in gaps]) for name in gaps[0]
+    }
+    error = errors.pop(main)
+    failures = [
+        f"exact: error {value:.3g} of {name} above {criterion.exact_bound:g}"
+        for name, value in errors.items()
+        if not value <= criterion.exact_bound
+    ]
     if control is not None and not control.detected and control.error > 0:
         # The norms move this output less than the bound: only a tighter one can tell a fault.
         bound = min(bound, control.error / _MARGIN)
         if error <= bound:
-            return Exact(error, bound, replace(control, detected=True)), []
-    failures = []
+            return Exact(error, bound, replace(control, detected=True)), failures
     if not error <= criterion.exact_bound:
         failures.append(f"exact: error {error:.3g} above {criterion.exact_bound:g}")
     if control is not None and not control.detected:
@@ -132,8 +142,9 @@ def judge_served(
     converted: Sequence[Gap],
     tokens_original: Tokens | None,
     tokens_converted: Tokens | None,
+    numbers: int,
     criterion: Criterion,
-) -> tuple[Served, list[str]]:
+) -> tuple[Served, list[str], list[str]]:
     """Judge the models as served by their distances from the reference.
 
     Args:
@@ -141,19 +152,26 @@ def judge_served(
         converted: distance of the converted model, one a sequence.
         tokens_original: the original's next-token distributions beside the reference's; None without logits.
         tokens_converted: the same for the converted model.
+        numbers: how many numbers the outputs have in all. Where they are few (class scores of some images), the ratio
+            of two roundings is left to chance and does not judge.
         criterion: the bounds.
 
     Returns:
-        The figures, and the failures in words.
+        The figures, the failures in words, and the notes.
     """
-    failures = []
+    failures, notes = [], []
     sizes = [entry.size for entry in original]
     errors_a, errors_b = [entry.error for entry in original], [entry.error for entry in converted]
     ratio, low, high = bootstrap_ratio(errors_b, errors_a, criterion.bootstrap)
     worse = sum(b.nonfinite > a.nonfinite for a, b in zip(original, converted, strict=True))
     if worse:
         failures.append(f"served: NaN or inf in {worse} sequences where the original has fewer or none")
-    if math.isinf(ratio):
+    if numbers < criterion.min_outputs and not math.isnan(ratio):
+        notes.append(
+            f"served: {numbers} numbers are too few for the ratio of errors to judge (at least "
+            f"{criterion.min_outputs}); exact and norms decide"
+        )
+    elif math.isinf(ratio):
         failures.append("served: ratio is infinite: the original equals the reference, the converted model does not")
     else:
         if not ratio <= criterion.ratio_max:
@@ -176,4 +194,4 @@ def judge_served(
         max_abs=math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks, default=0.0),
         tokens=b.count if b else None,
     )
-    return served, failures
+    return served, failures, notes

@@ -15,10 +15,28 @@ from normswap import candidates
 from normswap.errors import ModelError, UsageError
 from normswap.settings import embedding_size
 
-__all__ = ["Inputs", "make_inputs", "output_of", "run"]
+__all__ = ["Inputs", "Output", "make_inputs", "output_of", "run"]
 
 # Shorter sequences say too little of a model to be worth more of them.
 _SHORTEST = 16
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward gave.
+
+    Attributes:
+        name: of the tensor that is compared first; see `output_of`.
+        tensors: every floating tensor in the output, by name.
+    """
+
+    name: str
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def main(self) -> torch.Tensor:
+        """The tensor that is compared first."""
+        return self.tensors[self.name]
 
 
 @dataclass(frozen=True)
@@ -90,11 +108,10 @@ def make_inputs(
     errors: list[str] = []
     for candidate in candidates.propose(model, config, names, rows, sequences, length, seed):
         try:
-            name, output = run(model, candidate.batches[0], _dtype(model), _device(model))
+            run(model, candidate.batches[0], _dtype(model), _device(model))
         except ModelError as error:
             errors.append(str(error))
             continue
-        del name, output
         return Inputs(_describe(candidate, text), candidate.batches, candidate.kind, candidate.length)
     required = [
         name
@@ -110,10 +127,8 @@ def make_inputs(
 
 
 @torch.no_grad()
-def run(
-    model: nn.Module, batch: dict[str, Any], dtype: torch.dtype, device: torch.device | str
-) -> tuple[str, torch.Tensor]:
-    """Run one forward and return its main output.
+def run(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype, device: torch.device | str) -> Output:
+    """Run one forward.
 
     Args:
         model: what to run.
@@ -147,15 +162,15 @@ def run(
     return output_of(result)
 
 
-def output_of(model_output: Any) -> tuple[str, torch.Tensor]:
-    """Choose the tensor that two runs are compared by.
+def output_of(model_output: Any) -> Output:
+    """Collect the floating tensors of an output, and choose the one that two runs are compared by first.
 
     Args:
         model_output: what a forward returned: a mapping, a tuple or a tensor.
 
     Returns:
-        The name and the tensor: ``logits``, else ``last_hidden_state``, else the first floating tensor with at
-        least two dimensions and more than one value.
+        The tensors, and the first one's name: ``logits``, else ``last_hidden_state``, else the first floating tensor
+        with at least two dimensions and more than one value.
 
     Raises:
         ModelError: there is none.
@@ -168,10 +183,10 @@ def output_of(model_output: Any) -> tuple[str, torch.Tensor]:
         found = dict(_tensors(model_output))
         for name in ("logits", "last_hidden_state"):
             if name in found:
-                return name, found[name]
+                return Output(name, found)
         for name, tensor in found.items():
             if tensor.dim() >= 2 and tensor.numel() > 1:
-                return name, tensor
+                return Output(name, found)
     raise ModelError(f"expected a floating tensor in the model's output, got {type(model_output).__name__}")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from normswap.spec import NormSpec
 from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
 
-__all__ = ["NormMeter", "NormUnderTest", "watching"]
+__all__ = ["NormMeter", "NormUnderTest", "trial_rows", "watching"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SAMPLE = 1 << 18
@@ -185,6 +185,30 @@ def _scales(
         variance = wide.var(-1, unbiased=False, keepdim=True)
         at = torch.maximum(at, (wide.pow(2).mean(-1, keepdim=True) / (variance + spec.eps)).sqrt() * g)
     return at, n, g
+
+
+def trial_rows(spec: NormSpec, width: int) -> Iterator[torch.Tensor]:
+    """Yield rows that a real run may not bring, float32 on the CPU: each kind of launch, and rows where eps tells.
+
+    Args:
+        spec: what is tried.
+        width: length of a row.
+
+    Yields:
+        ``(..., width)``: one row, several, some hundred and a batch of short sequences of ordinary size; rows far above
+        it; rows that eps outweighs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    small = max(spec.eps, 1e-12) ** 0.5
+    for shape, scale in (
+        ((1, 1), 1.0),
+        ((2, 1), 1.0),
+        ((1, 7), 1.0),
+        ((2, 150), 1.0),
+        ((1, 67), 1e3),
+        ((1, 67), small),
+    ):
+        yield scale * torch.randn(*shape, width, generator=generator)
 
 
 @contextmanager

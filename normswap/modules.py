@@ -11,11 +11,12 @@ from typing import Any
 import normswap_kernels as kernels
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from normswap.errors import BackendError, ModelError, ParityError
 from normswap.figures import Criterion
 from normswap.gates import judge_norm
-from normswap.meter import NormMeter
+from normswap.meter import NormMeter, trial_rows
 from normswap.replica import Replica, input_name, original_class
 from normswap.spec import NormSpec
 
@@ -58,15 +59,15 @@ class FusedNorm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Normalise one tensor ``(..., width)`` as the original does, by the fused implementation.
 
-        float64 input, which no model is served in, goes to the original's own forward, and so do arguments that
-        it does not take, for the error that it raises.
+        What goes to the original's own forward: float64 input, which no model is served in; calls under
+        ``torch.func`` and forward-mode differentiation; arguments that it does not take, for the error it raises.
         """
         swap = self._normswap
         if args:
             x = args[0] if len(args) == 1 and not kwargs else None
         else:
             x = kwargs.get(swap.input_name) if len(kwargs) == 1 else None
-        if x is None:
+        if x is None or _transformed():
             return self._normswap_original.forward(self, *args, **kwargs)
         spec = swap.spec
         gain = None if spec.gain_name is None else getattr(self, spec.gain_name)
@@ -96,6 +97,13 @@ class FusedNorm(nn.Module):
         if reduced[0] is copyreg.__newobj__ and reduced[1] == (type(self),):  # type: ignore[attr-defined]
             return (_new_fused, (self._normswap_original,), *reduced[2:])
         return reduced
+
+
+def _transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode differentiation is at work, which the fused operations know nothing of."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _new_fused(original: type[nn.Module]) -> nn.Module:
@@ -212,32 +220,37 @@ def resolve_backend(backend: str, device: torch.device | str) -> str:
 def check_swap(module: nn.Module, name: str, spec: NormSpec, backend: str) -> None:
     """Run original and fused implementation side by side on the module's device; neither is changed.
 
-    Rows at three scales go through a private copy with random parameters in the module's dtype, at ordinary size,
-    far above it, and where eps outweighs the row.
+    A private copy runs in the module's dtype, with the module's own values and with random ones of trained models'
+    sizes: rows of ordinary size, far above it, and where eps outweighs the row; one row, a few, and some hundred.
 
     Raises:
         ParityError: they differ by more than the unit bound; the message names the norm and the distance.
     """
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     dtype = tensors[0].dtype if tensors else torch.float32
-    device = tensors[0].device if tensors and not tensors[0].is_meta else torch.device("cpu")
+    loaded = bool(tensors) and not any(tensor.is_meta for tensor in tensors)
+    device = tensors[0].device if loaded else torch.device("cpu")
     replica = Replica(module, device)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for scale in (1.0, 1e3, max(spec.eps, 1e-12) ** 0.5):
-            replica.randomise(dtype)
-            rows = max(8, (1 << 16) // replica.width)
-            x = (scale * torch.randn(rows, replica.width)).to(device, dtype)
-            expected = original_forward(replica.module, x)
-            swap(replica.module, spec, backend)
-            got = replica.module(x)
-            unswap(replica.module)
-            meter = NormMeter(spec)
-            meter.add(x, replica.get(spec.gain_name), replica.get(spec.bias_name), expected, got)
+        for own in (True, False) if loaded else (False,):
+            if own:
+                replica.adopt(module)
+            else:
+                replica.randomise(dtype, wide=True)
+            meter, given = NormMeter(spec), []
+            for rows in trial_rows(spec, replica.width):
+                x = rows.to(device, dtype)
+                expected = original_forward(replica.module, x)
+                swap(replica.module, spec, backend)
+                got = replica.module(x)
+                unswap(replica.module)
+                meter.add(x, replica.get(spec.gain_name), replica.get(spec.bias_name), expected, got)
+                given.append(f"{tuple(rows.shape)}")
             _, failures = judge_norm(name, meter, Criterion())
             if failures:
                 raise ParityError(
                     f"{name} ({replica.cls.__name__}): expected backend {backend!r} to stay within the unit bound of "
-                    f"the original in {dtype}, got {'; '.join(failures)} on rows of size {scale:.3g}; "
+                    f"the original in {dtype}, got {'; '.join(failures)} on rows of shapes {', '.join(given)}; "
                     "nothing was changed"
                 )

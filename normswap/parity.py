@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from normswap._version import __version__
 from normswap.errors import ModelError
 from normswap.figures import Control, Criterion, Exact, NormFigures, ParityReport, Served
 from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served
-from normswap.inputs import Inputs, run
-from normswap.meter import NormUnderTest, watching
+from normswap.inputs import Inputs, Output, run
+from normswap.meter import NormMeter, NormUnderTest, trial_rows, watching
 from normswap.stats import Gap, Tokens, compare_tokens, gap, relative
 
 __all__ = ["Criterion", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
@@ -124,8 +126,10 @@ class _Session:
         assert exact is not None
         served = Served()
         if reference is not None:
-            served, failures = judge_served(a.gaps, b.gaps, a.tokens, b.tokens, self.criterion)
+            numbers = math.prod(self.output["shape"]) * len(self.inputs.batches)
+            served, failures, notes = judge_served(a.gaps, b.gaps, a.tokens, b.tokens, numbers, self.criterion)
             self.failures += failures
+            self.notes += notes
         return ParityReport(
             failures=self.failures,
             notes=self.notes,
@@ -168,78 +172,110 @@ class _Session:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def outputs(self, model: nn.Module, dtype: torch.dtype, what: str) -> Iterator[tuple[int, torch.Tensor]]:
+    def outputs(self, model: nn.Module, dtype: torch.dtype, what: str) -> Iterator[tuple[int, Output]]:
         count = len(self.inputs.batches)
         for index, batch in enumerate(self.inputs.batches):
             self.progress(f"{what} in {_name(dtype)}", index, count)
-            name, tensor = run(model, batch, dtype, self.device)
-            self.output = self.output or {"name": name, "shape": list(tensor.shape)}
-            if name != self.output["name"]:
-                raise ModelError(f"expected the output {self.output['name']!r} from every run, got {name!r}")
-            yield index, tensor
+            output = run(model, batch, dtype, self.device)
+            others = [name for name, tensor in output.tensors.items() if name != output.name and tensor.numel() > 1]
+            self.output = self.output or {
+                "name": output.name,
+                "shape": list(output.main.shape),
+                "others": others,
+            }
+            if output.name != self.output["name"]:
+                raise ModelError(f"expected the output {self.output['name']!r} from every run, got {output.name!r}")
+            yield index, output
 
-    def save(self, name: str, index: int, tensor: torch.Tensor) -> None:
-        torch.save(tensor.cpu(), self.folder / f"{name}-{index}.pt")
+    def save(self, name: str, index: int, output: Output) -> None:
+        torch.save({key: tensor.cpu() for key, tensor in output.tensors.items()}, self.folder / f"{name}-{index}.pt")
 
-    def load(self, name: str, index: int) -> torch.Tensor:
+    def load(self, name: str, index: int) -> dict[str, torch.Tensor]:
         return torch.load(self.folder / f"{name}-{index}.pt", weights_only=True, map_location=self.device)
 
     def run_original(self, dtype: torch.dtype, reference: str | None, keep: str | None) -> _Run:
         """Run the original, compare it with the reference and keep its outputs, each if a name is given."""
         result = _Run()
         with self.loaded(self.original, dtype) as model:
-            for index, tensor in self.outputs(model, dtype, "original"):
-                if count := int((~tensor.isfinite()).sum()):
+            for index, output in self.outputs(model, dtype, "original"):
+                if count := int((~output.main.isfinite()).sum()):
                     self.failures.append(
                         f"served: the original itself gives {count} NaN or infinite values in {_name(dtype)} on "
                         f"sequence {index + 1}; nothing can be compared with them"
                     )
                 if keep is not None:
-                    self.save(keep, index, tensor)
+                    self.save(keep, index, output)
                 if reference is not None:
-                    self.compare(result, reference, index, tensor)
+                    self.compare(result, reference, index, output)
         return result
 
-    def compare(self, result: _Run, reference: str, index: int, tensor: torch.Tensor) -> None:
-        result.compare(self.load(reference, index), tensor, logits=self.output["name"] == "logits")
+    def compare(self, result: _Run, reference: str, index: int, output: Output) -> None:
+        expected = self.load(reference, index)[output.name]
+        result.compare(expected, output.main, logits=output.name == "logits")
+
+    def gaps(self, exact: str, index: int, output: Output) -> dict[str, Gap]:
+        """Distances of every tensor of an output from the original's, by name; nothing of it may lack."""
+        expected = self.load(exact, index)
+        found = {}
+        for name in (self.output["name"], *self.output["others"]):
+            tensor = output.tensors.get(name)
+            if tensor is None or tensor.shape != expected[name].shape:
+                got = "none" if tensor is None else list(tensor.shape)
+                raise ModelError(f"expected the output {name} of shape {list(expected[name].shape)}, got {got}")
+            found[name] = gap(tensor, expected[name])
+        return found
+
+    def try_rows(self, norms: list[NormUnderTest], dtype: torch.dtype) -> list[str]:
+        """Run each norm beside its original on rows that the inputs may not bring; return the failures."""
+        failures = []
+        for norm in norms:
+            meter = NormMeter(norm.spec)
+            gain = norm.gain()
+            for rows in trial_rows(norm.spec, norm.spec.width or 96):
+                x = rows.to(self.device, dtype)
+                with torch.no_grad():
+                    meter.add(x, gain, norm.bias(), norm.original(x), norm.module(x))
+            failures += judge_norm(f"{norm.name} on trial rows", meter, self.criterion)[1]
+        return failures
 
     def run_converted(self, dtype: torch.dtype, reference: str | None, *, exact: str | None, served: bool) -> _Run:
         """Run the converted model once: against the original's outputs named ``exact``, and as served."""
         result = _Run()
-        exact_gaps: list[Gap] = []
+        exact_gaps: list[dict[str, Gap]] = []
         with self.loaded(self.converted, dtype) as model:
             under_test = self.norms(model)
             sample = max(1 << 16, (1 << 19) // max(1, len(self.inputs.batches)))
             with _reached(under_test) as order, watching(under_test if served else [], sample) as meters:
-                for index, tensor in self.outputs(model, dtype, "converted"):
+                for index, output in self.outputs(model, dtype, "converted"):
                     if exact is not None:
-                        exact_gaps.append(gap(tensor, self.load(exact, index)))
+                        exact_gaps.append(self.gaps(exact, index, output))
                     if reference is not None:
-                        self.compare(result, reference, index, tensor)
+                        self.compare(result, reference, index, output)
             if exact is not None:
                 control = self.control(model, dtype, list(order.values()), exact)
-                result.exact, failures = judge_exact(exact_gaps, control, self.criterion)
+                result.exact, failures = judge_exact(exact_gaps, self.output["name"], control, self.criterion)
                 self.failures += failures
+            trial_failures = self.try_rows(under_test, dtype) if served else []
         if served:
             judged = [judge_norm(name, meter, self.criterion) for name, meter in meters.items()]
             result.norms = [figures for figures, _ in judged]
             failures, notes = judge_reach(result.norms)
-            self.failures += [failure for _, failed in judged for failure in failed] + failures
+            self.failures += [failure for _, failed in judged for failure in failed] + failures + trial_failures
             self.notes += notes
         return result
 
     def control(self, model: nn.Module, dtype: torch.dtype, reached: list[NormUnderTest], exact: str) -> Control | None:
         """Disturb one norm and see whether the exact gate would notice; the last one first, it is the surest."""
         best: Control | None = None
-        reference = self.load(exact, 0)
+        reference = self.load(exact, 0)[self.output["name"]]
         for at in dict.fromkeys(int((len(reached) - 1) * part) for part in (1, 0, 0.5, 0.25, 0.75) if reached):
             norm, scale = reached[at], self.criterion.control_scale
             handle = norm.module.register_forward_hook(_disturb(scale))
             try:
-                _, tensor = run(model, self.inputs.batches[0], dtype, self.device)
+                disturbed = run(model, self.inputs.batches[0], dtype, self.device).main
             finally:
                 handle.remove()
-            found = gap(tensor, reference)
+            found = gap(disturbed, reference)
             error = relative([found.error], [found.size])
             control = Control(norm.name, scale, error, error > self.criterion.exact_bound)
             if control.detected:
@@ -291,8 +327,8 @@ def _device_name(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("normswap", "torch", "transformers", "triton"):
+    found = {"python": platform.python_version(), "normswap": __version__}
+    for name in ("torch", "transformers", "triton"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

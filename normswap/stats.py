@@ -209,7 +209,9 @@ def gap(other: torch.Tensor, reference: torch.Tensor) -> Gap:
         difference = (left[start : start + _CHUNK].double() - r).abs_()
         low, high = (float(end) for end in r.aminmax())
         if low <= -_MASKED or high >= _MASKED:
-            masked = r.isfinite() & (r.abs() >= _MASKED) & difference.isfinite()
+            # Two equal infinities have no distance, though their difference is no number.
+            equal = r.isinf() & (left[start : start + _CHUNK].double() == r)
+            masked = equal | (r.isfinite() & (r.abs() >= _MASKED) & difference.isfinite())
             difference, r = difference.masked_fill(masked, 0.0), r.masked_fill(masked, 0.0)
         error += float(difference.dot(difference))
         size += float(r.dot(r))

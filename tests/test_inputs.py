@@ -143,20 +143,21 @@ def test_floats_are_cast_and_draws_repeat():
 
     batch = {"x": torch.zeros(1, 2), "ids": torch.ones(1, 2, dtype=torch.long)}
     state = torch.random.get_rng_state()
-    first = run(Noisy(), batch, torch.bfloat16, "cpu")[1]
+    first = run(Noisy(), batch, torch.bfloat16, "cpu").main
     assert first.dtype == torch.bfloat16
-    assert torch.equal(first, run(Noisy(), batch, torch.bfloat16, "cpu")[1])
+    assert torch.equal(first, run(Noisy(), batch, torch.bfloat16, "cpu").main)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
 @pytest.mark.core
 def test_the_output_that_is_compared():
     a, b = torch.zeros(1, 2, 3), torch.ones(1, 2)
-    assert output_of({"loss": torch.zeros(()), "x": b, "logits": a}) == ("logits", a)
-    assert output_of({"x": b, "last_hidden_state": a})[0] == "last_hidden_state"
-    assert output_of({"one": torch.zeros(1, 1), "inner": {"x": b}})[0] == "inner.x"
-    assert output_of((torch.zeros(3, dtype=torch.long), b))[0] == "output[1]"
-    assert output_of(a)[0] == "output"
+    found = output_of({"loss": torch.zeros(()), "x": b, "logits": a})
+    assert (found.name, found.main is a, sorted(found.tensors)) == ("logits", True, ["logits", "loss", "x"])
+    assert output_of({"x": b, "last_hidden_state": a}).name == "last_hidden_state"
+    assert output_of({"one": torch.zeros(1, 1), "inner": {"x": b}}).name == "inner.x"
+    assert output_of((torch.zeros(3, dtype=torch.long), b)).name == "output[1]"
+    assert output_of(a).name == "output"
     with pytest.raises(ModelError, match="expected a floating tensor"):
         output_of({"ids": torch.zeros(2, 2, dtype=torch.long)})
     with pytest.raises(ModelError, match="got NoneType"):
@@ -199,4 +200,4 @@ def test_families_run(model_type, kind):
     assert isinstance(inputs, Inputs) and inputs.kind == kind
     assert len(inputs.batches) == 8
     for batch in inputs.batches:
-        assert run(model, batch, torch.float32, "cpu")[1].isfinite().all()
+        assert run(model, batch, torch.float32, "cpu").main.isfinite().all()

@@ -324,3 +324,49 @@ def test_a_class_changed_by_something_else_is_not_undone_blindly() -> None:
 def test_an_empty_batch_passes_through() -> None:
     model = normswap.patch(nn.Sequential(nn.LayerNorm(8)))
     assert model(torch.empty(0, 3, 8)).shape == (0, 3, 8)
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm(8), nn.LayerNorm(8)], ids=["rms", "layer"])
+def test_function_transforms_see_the_original(norm: nn.Module) -> None:
+    x, v = torch.randn(3, 8), torch.randn(3, 8)
+
+    def transforms() -> list[torch.Tensor]:
+        return [
+            torch.func.jvp(norm, (x,), (v,))[1],
+            torch.func.jacrev(norm)(x[0]),
+            torch.func.jacfwd(norm)(x[0]),
+            torch.func.vmap(norm)(x),
+            torch.func.vmap(torch.func.grad(lambda row: norm(row).sum()))(x),
+        ]
+
+    expected = transforms()
+    assert float(expected[0].detach().norm()) > 0.1
+    normswap.patch(nn.Sequential(norm))
+    for got, wanted in zip(transforms(), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_kernel_that_is_wrong_for_some_number_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    right = modules._OPERATIONS["layer"]
+
+    def wrong(x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        return right(x, *args, **options) * (1.5 if x.numel() // x.shape[-1] == rows else 1.0)
+
+    monkeypatch.setitem(modules._OPERATIONS, "layer", wrong)
+    with pytest.raises(ParityError, match="within the unit bound"):
+        normswap.patch(nn.Sequential(nn.LayerNorm(32)))
+
+
+def test_the_modules_own_parameters_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = modules._OPERATIONS["layer"]
+
+    def wrong(x: torch.Tensor, weight: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        return right(x, weight.clamp(max=5000.0), *args, **options)
+
+    monkeypatch.setitem(modules._OPERATIONS, "layer", wrong)
+    norm = nn.LayerNorm(32)
+    normswap.unpatch(normswap.patch(nn.Sequential(norm)))
+    nn.init.constant_(norm.weight, 6000.0)
+    with pytest.raises(ParityError, match="within the unit bound"):
+        normswap.patch(nn.Sequential(norm))

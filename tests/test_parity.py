@@ -240,15 +240,15 @@ def test_a_blind_control_is_a_failure():
 
 
 def test_a_weak_control_tightens_the_bound():
-    right, wrong = [Gap(0.0, 1.0, 0.0, 0)], [Gap(1e-14, 1.0, 1e-7, 0)]
+    right, wrong = [{"x": Gap(0.0, 1.0, 0.0, 0)}], [{"x": Gap(1e-14, 1.0, 1e-7, 0)}]
     weak = Control("n", 1.02, error=4e-7, detected=False)
-    exact, failures = judge_exact(right, weak, Criterion())
+    exact, failures = judge_exact(right, "x", weak, Criterion())
     assert failures == [] and exact.bound == pytest.approx(4e-8) and exact.control.detected
-    exact, failures = judge_exact(wrong, weak, Criterion())
+    exact, failures = judge_exact(wrong, "x", weak, Criterion())
     assert not exact.control.detected
     assert failures[0].startswith("exact: the gate is blind here: error 1e-07, while 1.02 times")
     none = Control("n", 1.02, error=0.0, detected=False)
-    assert judge_exact(right, none, Criterion())[1]
+    assert judge_exact(right, "x", none, Criterion())[1]
 
 
 def test_the_json_has_the_documented_keys():
