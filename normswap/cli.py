@@ -107,17 +107,16 @@ def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None
 
         with _progress() as progress:
             done = api.convert(model, out, verify=not no_verify, progress=progress, **options)
-        if done.report is not None:
-            _show(done.report)
-        swapped, found = len(done.plan.swaps), len(done.plan.decisions)
-        _say(f"{swapped} of {found} norms swapped; saved to {done.out}")
-        for row in done.plan.rows():
-            if row["action"] == "refuse":
-                _say(f"  left alone: {row['count']} x {row['pattern']} ({row['class']}): {row['reason']}")
-        if done.report is None:
-            _say("parity was not measured (--no-verify)")
-        else:
-            _write_json(done.report, json_file)
+        with _written(done.report, json_file):
+            if done.report is not None:
+                _show(done.report)
+            swapped, found = len(done.plan.swaps), len(done.plan.decisions)
+            _say(f"{swapped} of {found} norms swapped; saved to {done.out}")
+            for row in done.plan.rows():
+                if row["action"] == "refuse":
+                    _say(f"  left alone: {row['count']} x {row['pattern']} ({row['class']}): {row['reason']}")
+            if done.report is None:
+                _say("parity was not measured (--no-verify)")
 
 
 @main.command("verify")
@@ -136,14 +135,24 @@ def verify_command(checkpoint: str, json_file: Path | None, **options: Any) -> N
         if not report.passed:
             _show_failed(report, json_file)
             sys.exit(ParityError.exit_code)
-        _show(report)
-        _write_json(report, json_file)
+        with _written(report, json_file):
+            _show(report)
 
 
 def _show(report: ParityReport) -> None:
     from normswap.report import render
 
     _say(render(report, color=_is_terminal(sys.stdout)))
+
+
+@contextmanager
+def _written(report: ParityReport | None, json_file: Path | None) -> Iterator[None]:
+    """Write the measurements after what is printed, even where nobody takes that."""
+    try:
+        yield
+    finally:
+        if report is not None:
+            _write_json(report, json_file)
 
 
 def _show_failed(report: ParityReport, json_file: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from tiny_checkpoints import saved, tiny_llama
@@ -244,6 +246,19 @@ def test_an_output_that_nobody_takes_is_one_line(llama: Path, closed: bool) -> N
     reason = "Broken pipe" if closed else "No space left on device"
     assert done.stderr == f"normswap: cannot write to the standard output: {reason}\n"
     assert done.returncode == 2
+
+
+def test_the_measurements_are_written_even_where_nobody_takes_the_table(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, err: bool = False, **__: object) -> None:
+        if not err:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(click, "echo", full)
+    assert run("patch", llama, "-o", tmp_path / "out", "--json", tmp_path / "1.json").exit_code == 2
+    assert run("verify", llama, "--json", tmp_path / "2.json").exit_code == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "out"]
 
 
 @pytest.mark.filterwarnings("default")
