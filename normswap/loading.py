@@ -118,7 +118,9 @@ def load_model(source: Source, *, dtype: torch.dtype, device: str | torch.device
     method = _quantization(source.config)
     if method and torch.device(device).type != "cpu":
         options.setdefault("device_map", {"": str(device)})
-    with _told(source, method), quiet():
+    # What transformers fills in for a missing pooler is random; one seed makes two loads of one checkpoint alike.
+    with _told(source, method), quiet(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
         model, info = cls.from_pretrained(str(source.path), **options)  # type: ignore[attr-defined]
     _check_complete(source, info, lenient)
     if "device_map" not in options:

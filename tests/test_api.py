@@ -350,3 +350,14 @@ def test_an_empty_name_is_no_folder(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=r"expected a model folder or a Hub id, got '': no such folder"):
             use("")
+
+
+def test_a_missing_pooler_is_filled_alike_at_each_load_and_leaves_the_random_state(tmp_path: Path) -> None:
+    body = saved(tiny_bert().bert, tmp_path / "body")
+    out = normswap.convert(body, tmp_path / "out", verify=False).out
+    before, filled = torch.get_rng_state(), []
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no weights for its pooler"):
+            filled.append(normswap.load(out).pooler.dense.weight)
+    assert torch.equal(*filled)
+    assert torch.equal(torch.get_rng_state(), before)
