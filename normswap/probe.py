@@ -279,7 +279,8 @@ def _find_rounding(replica: Replica, spec: NormSpec) -> NormSpec:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the caller's random state, and its screen clean of what odd dtypes make torch say."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    # Tensors made in inference mode can be neither watched nor differentiated.
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(20240229)
         yield

@@ -370,3 +370,13 @@ def test_the_modules_own_parameters_are_tried(monkeypatch: pytest.MonkeyPatch) -
     nn.init.constant_(norm.weight, 6000.0)
     with pytest.raises(ParityError, match="within the unit bound"):
         normswap.patch(nn.Sequential(norm))
+
+
+def test_patches_inside_inference_mode_and_models_born_there() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.LayerNorm(8))
+        x = torch.randn(3, 8)
+        expected = model(x)
+        assert torch.equal(normswap.patch(model)(x), expected)
+    with torch.no_grad():
+        assert torch.equal(normswap.patch(normswap.unpatch(model))(x), expected)
