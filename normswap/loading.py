@@ -143,6 +143,10 @@ def load_tokenizer(source: Source) -> Any:
                 str(source.path), local_files_only=True, trust_remote_code=source.trust_remote_code
             )
     except Exception as error:
+        # A tokenizer class of a later transformers is, at bottom, its tokenizer.json.
+        if (source.path / "tokenizer.json").is_file():
+            with contextlib.suppress(Exception), quiet():
+                return transformers.PreTrainedTokenizerFast.from_pretrained(str(source.path), local_files_only=True)
         raise ModelError(f"cannot load the tokenizer of {source.name}: {first_line(error)}") from error
 
 

@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from tiny_checkpoints import saved, tiny_llama
-from transformers import ResNetConfig, ResNetModel, SpeechT5HifiGan, SpeechT5HifiGanConfig
+from transformers import DacConfig, DacModel, ResNetConfig, ResNetModel
 
 from normswap import __version__, api, modules
 from normswap.cli import main
@@ -146,15 +146,15 @@ def test_an_output_that_exists(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_with_no_norm(tmp_path: Path) -> None:
-    config = SpeechT5HifiGanConfig(
-        model_in_dim=8,
-        upsample_initial_channel=16,
-        upsample_rates=[2],
-        upsample_kernel_sizes=[4],
-        resblock_kernel_sizes=[3],
-        resblock_dilation_sizes=[[1]],
+    config = DacConfig(
+        encoder_hidden_size=8,
+        downsampling_ratios=[2],
+        decoder_hidden_size=16,
+        n_codebooks=1,
+        codebook_size=8,
+        codebook_dim=4,
     )
-    source = saved(SpeechT5HifiGan(config), tmp_path / "source")
+    source = saved(DacModel(config), tmp_path / "source")
     assert_one_line(run("patch", source, "-o", tmp_path / "out"), "at least one RMSNorm or LayerNorm, found none")
     assert not (tmp_path / "out").exists()
 

@@ -298,3 +298,23 @@ def test_a_tokenizer_is_loaded_or_its_trouble_told(llama: Path) -> None:
     (llama / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match="cannot load the tokenizer of"):
         load_tokenizer(resolve(llama))
+
+
+@pytest.mark.core
+def test_a_tokenizer_class_of_a_later_transformers_is_read_from_its_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    vocabulary = {"<unk>": 0, "once": 1, "upon": 2}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizerOfTomorrow"}')
+    assert load_tokenizer(resolve(tmp_path))("once upon")["input_ids"] == [1, 2]
