@@ -1,92 +1,120 @@
-"""Gradients of the norms by their closed formulas, in plain torch.
+"""Gradients of the norms by their closed formula, in plain torch: the check of the kernels and the second derivative.
 
-Roundings count as the identity. Arithmetic is float32, or float64 for a float64 input. The sums over rows run in a
-fixed order, so the gradients of gain and bias are deterministic.
+Roundings count as the identity. Arithmetic is float32, or float64 for a float64 input. Differentiable in its turn.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-Gradients = tuple[Tensor, Tensor | None, Tensor | None]
+from .formula import Formula
 
 
-def rms_norm_gradients(
+class Gradients(NamedTuple):
+    """Gradients of one norm, each in the dtype of its own tensor; None where there is none.
+
+    Attributes:
+        row: of the row that is normalised: of ``x``, and of the residual and ``x`` alike where they are summed.
+        gate: of the gate.
+        weight: of the gain.
+        bias: of the bias.
+    """
+
+    row: Tensor
+    gate: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def closed_form(
+    formula: Formula,
     grad: Tensor,
-    x: Tensor,
+    grad_sum: Tensor | None,
+    row: Tensor,
+    gate: Tensor | None,
     weight: Tensor | None,
     bias_dtype: torch.dtype | None,
-    eps: float,
-    offset: float,
 ) -> Gradients:
-    """Differentiate ``n * (weight + offset) + bias`` with ``n = x * r``, ``r = rsqrt(mean(x**2) + eps)``.
+    """Differentiate a norm.
 
-    With ``d = grad * (weight + offset)``: ``dx = r * (d - n * mean(d * n))``.
+    With ``p = n * (weight + offset) + bias``, ``d = grad * (weight + offset)`` (times the activation of a gate after
+    the norm) and ``c = 1 / D`` (``1 / partial`` or 1 for other moments)::
+
+        dv = scale * (d - mean(d) [layer] - k * c * n * sum(d * n) [the first ``partial`` elements])
+
+    where ``k`` is 1 for eps inside the root, ``1 / (1 - scale * eps)`` outside it, and 1 or 0 where a clamp lets
+    through or not.
 
     Args:
+        formula: what the forward computed.
         grad: ``(..., N)``, gradient of the result.
-        x: ``(..., N)``.
-        weight: ``(N,)`` or None.
+        grad_sum: ``(..., N)``, gradient of the sum with the residual, or None.
+        row: ``(..., N)``, ``x`` or the sum with the residual.
+        gate: ``(..., N)`` or None.
+        weight: ``(N,)`` or ``(H, D)``, or None.
         bias_dtype: dtype of the bias; None where there is none.
-        eps: as in the forward.
-        offset: as in the forward.
 
     Returns:
-        Gradients of x, weight and bias, each in the dtype of its own.
+        The gradients.
     """
-    wide = _wide(x)
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    normal = wide * scale
-    dn, dw, db = _parameter_gradients(grad, normal, weight, bias_dtype, offset)
-    dx = scale * (dn - normal * (dn * normal).mean(-1, keepdim=True))
-    return dx.to(x.dtype), dw, db
+    compute = torch.float64 if row.dtype == torch.float64 else torch.float32
+    wide, dy = row.to(compute), grad.to(compute)
+    activated, slope = (None, None) if gate is None else _activation(formula, gate.to(compute))
+    before = formula.gate_position == "before"
+    v = (wide * activated if before and activated is not None else wide).unflatten(-1, (formula.groups, -1))
+    if formula.kind == "layer":
+        v = v - v.mean(-1, keepdim=True)
+    counted = v[..., : formula.partial or None]
+    share = 1.0 if formula.reduction == "sum" else 1.0 / max(counted.size(-1), 1)
+    moment = counted.pow(2).sum(-1, keepdim=True) * share
+    scale, through = _scale(formula, moment)
+    normal = v * scale
+
+    flat = normal.flatten(-2)
+    gain = None if weight is None else weight.to(compute) + formula.offset
+    dgate = None
+    if gate is not None and not before:
+        assert slope is not None and activated is not None
+        dgate = dy * (flat if gain is None else flat * gain) * slope
+        dy = dy * activated
+    shape = row.shape[-1:] if weight is None else weight.shape
+    db = None if bias_dtype is None else dy.reshape(-1, *shape).sum(0).to(bias_dtype)
+    dw = None if weight is None else (dy * flat).reshape(-1, *shape).sum(0).to(weight.dtype)
+    d = (dy if gain is None else dy * gain).unflatten(-1, (formula.groups, -1))
+
+    along = through * share * (d * normal).sum(-1, keepdim=True)
+    centred = d - d.mean(-1, keepdim=True) if formula.kind == "layer" else d
+    if formula.partial:
+        inside = torch.arange(v.size(-1), device=v.device) < formula.partial
+        along = torch.where(inside, along, 0.0)
+    dv = (scale * (centred - normal * along)).flatten(-2)
+    if before and gate is not None:
+        assert slope is not None and activated is not None
+        dgate = dv * wide * slope
+        dv = dv * activated
+    if grad_sum is not None:
+        dv = dv + grad_sum.to(compute)
+    return Gradients(dv.to(row.dtype), None if gate is None or dgate is None else dgate.to(gate.dtype), dw, db)
 
 
-def layer_norm_gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    eps: float,
-    offset: float,
-) -> Gradients:
-    """Differentiate ``n * (weight + offset) + bias`` with ``n = (x - mean(x)) * r``, ``r = rsqrt(var(x) + eps)``.
-
-    With ``d = grad * (weight + offset)``: ``dx = r * (d - mean(d) - n * mean(d * n))``.
-
-    Args:
-        grad: ``(..., N)``, gradient of the result.
-        x: ``(..., N)``.
-        weight: ``(N,)`` or None.
-        bias_dtype: dtype of the bias; None where there is none.
-        eps: as in the forward.
-        offset: as in the forward.
-
-    Returns:
-        Gradients of x, weight and bias, each in the dtype of its own.
-    """
-    wide = _wide(x)
-    centred = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
-    normal = centred * scale
-    dn, dw, db = _parameter_gradients(grad, normal, weight, bias_dtype, offset)
-    dx = scale * (dn - dn.mean(-1, keepdim=True) - normal * (dn * normal).mean(-1, keepdim=True))
-    return dx.to(x.dtype), dw, db
+def _scale(formula: Formula, moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale of each row, and how much of the moment's own gradient passes through it."""
+    if formula.eps_position == "inside":
+        return torch.rsqrt(moment + formula.eps), torch.ones_like(moment)
+    root = torch.sqrt(moment)
+    if formula.eps_position == "outside":
+        scale = 1 / (root + formula.eps)
+        # The root has no slope at 0; there the row counts as constant.
+        return scale, torch.where(root > 0, 1 / (root * scale).clamp_min(torch.finfo(root.dtype).tiny), 0.0)
+    return 1 / root.clamp_min(formula.eps), (root > formula.eps).to(root.dtype)
 
 
-def _parameter_gradients(
-    grad: Tensor, normal: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None, offset: float
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    dy = grad.to(normal.dtype)
-    leading = list(range(dy.dim() - 1))
-    db = None if bias_dtype is None else (dy.sum(leading) if leading else dy).to(bias_dtype)
-    if weight is None:
-        return dy, None, db
-    dw = dy * normal
-    dw = (dw.sum(leading) if leading else dw).to(weight.dtype)
-    return dy * (weight.to(normal.dtype) + offset), dw, db
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _activation(formula: Formula, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the activation of the gate and its derivative."""
+    sigmoid = torch.sigmoid(gate)
+    if formula.activation == "sigmoid":
+        return sigmoid, sigmoid * (1 - sigmoid)
+    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
