@@ -1,7 +1,7 @@
 # What a contributor runs, and what CI runs. `make help` lists it. ARGS goes to pytest: make test ARGS="-k probe -x"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-slow test-transformers4 quality style bench clean
+.PHONY: help venv demo test test-slow test-transformers4 quality style bench kernels clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 ARGS ?=
@@ -55,5 +55,8 @@ style: venv  ## mend what lint and format can mend
 bench: venv  ## every benchmark; each prints a table and writes JSON
 	@set -e; for script in benchmarks/*.py; do echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; done
 
+kernels: venv  ## lay out kernels/build/ for the Hugging Face kernels loader
+	$(BIN)/python tools/build_kernels.py
+
 clean:  ## remove what was built; downloads and prepared checkpoints in .cache stay
-	rm -rf $(VENV) $(VENV4) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV4) build dist kernels/build *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
