@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from normswap_kernels import cpu
+from normswap_kernels import cpu_blocks
 
 HERE = Path(__file__).parent
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def fresh_scratch_space() -> None:
     """Forget the scratch space that an earlier test has written to, so that it too begins poisoned."""
-    cpu._local.__dict__.clear()
+    cpu_blocks._local.__dict__.clear()
 
 
 def _run_interpreter(folder: Path, *arguments: str) -> dict[str, Any]:

@@ -1,239 +1,235 @@
-"""The CPU implementation: torch's own primitives over blocks of rows that stay in the cache.
+"""The CPU implementation: which way a call is computed.
 
-What is slow in an eager norm on a CPU is its temporaries, each as large as the input. Here the same primitives run
-in the same order on a block of rows at a time, in buffers that are reused, so that results are those of the eager
-class bit for bit. Arithmetic is float32, or float64 for a float64 input.
-
-The operations run on torch's own threads. Threads of ours would share the cores with torch's, which go on spinning for
-a while after each operation (measured beside a model's linear layers on two cores: three times slower). Each
-operation ends with a barrier, which is dear on a busy machine, so blocks are as large as the cache allows.
+LayerNorm with one rounding is torch's own kernel, which reads and writes each row once. The rest goes through
+`cpu_blocks`. Tensors have the shapes of the public operations.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import as_matrix, empty_rows
+from . import cpu_blocks as blocks
+from .formula import Formula
+from .gradients import Gradients
+from .reference import QUANTIZED_MAXIMUM
+from .rows import empty_rows, empty_statistics, find_rows, row_order
 
-# Torch runs an operation on fewer elements than this (at::internal::GRAIN_SIZE) in the calling thread.
-SERIAL = 2**15
+# A backward needs more buffers at a time than a forward.
+_BACKWARD_BLOCK = blocks.BLOCK // 4
 
-# Elements of a block: 8 MB of float32. Fewer mean more barriers, which a busy machine pays for; more leave the cache.
-_BLOCK = 2**21
-
-# Views of the scratch space that are kept: a model has few shapes of a decoding step.
-_KEPT_VIEWS = 64
-
-_local = threading.local()
+Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def rms_norm_cpu(
+def forward(
+    formula: Formula,
     x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute RMSNorm of each row, with the arguments of the public operation.
+    save: bool,
+) -> Forward:
+    """Compute a norm on the CPU.
 
-    Bit-identical with the eager classes of transformers, but for one lone row of 32,768 elements or more: there
-    torch splits the sum over its threads, and here the row gets the sum that it gets among other rows.
+    Args:
+        formula: what to compute.
+        x: ``(..., N)``, float32, float16, bfloat16 or float64, of any strides.
+        residual: of the shape of ``x``, or None.
+        gate: of the shape of ``x``, or None.
+        weight: ``(N,)`` or ``(H, D)`` of any floating dtype, or None.
+        bias: of the shape of a weight, or None.
+        save: whether the backward will need the statistics.
+
+    Returns:
+        The result in ``formula.out_dtype``, the sum with the residual or None, and with ``save`` the scale of each
+        row and, for LayerNorm, its mean, ``(..., groups)`` in float32 (float64 for float64). RMSNorm keeps the memory
+        order of ``x`` where its rows lie densely; LayerNorm's results are contiguous, as torch's are.
     """
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if weight is not None or bias is not None:
-        weight, bias = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
-    numel = x.numel()
-    if 0 < numel <= _BLOCK and x.is_contiguous():
-        out = torch.empty_like(x, dtype=out_dtype)
-        _rms_norm_block(x, out, _scratch(x.shape, compute), weight, bias, eps, round_dtype)
-        return out
+    if formula.kind == "layer" and _is_native(formula, x, weight, bias):
+        return _native_layer_norm(formula, x, residual, weight, bias, save)
+    compute = blocks.compute_dtype(x)
+    applied = blocks.parameters(formula, weight, bias, compute)
+    layer, numel = formula.kind == "layer", x.numel()
+    if (
+        0 < numel <= blocks.BLOCK
+        and formula.groups == 1
+        and x.is_contiguous()
+        and (residual is None or residual.is_contiguous())
+        and (gate is None or gate.is_contiguous())
+    ):
+        y = torch.empty_like(x, dtype=formula.out_dtype)
+        summed = None if residual is None else torch.empty_like(x, dtype=formula.sum_dtype)
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=compute) if save else None
+        mean = torch.empty_like(rstd) if rstd is not None and layer else None
+        blocks.forward(formula, x, residual, gate, applied, y, summed, rstd, mean)
+        return y, summed, rstd, mean
 
-    out = empty_rows(x, out_dtype)
+    per_head = _is_per_head(weight, bias)
+    order = None if layer else row_order(x, 1 + per_head)
+    y = empty_rows(x, formula.out_dtype, order)
+    summed = None if residual is None else empty_rows(x, _sum_dtype(formula, x), order)
+    rstd = empty_statistics(x, formula.groups, order) if save else None
+    mean = empty_statistics(x, formula.groups, order) if save and layer else None
     if not numel:
-        return out
-    for rows, result in _blocks(x, out):
-        _rms_norm_block(rows, result, _scratch(rows.shape, compute), weight, bias, eps, round_dtype)
-    return out
+        return y, summed, rstd, mean
+    rows = find_rows(x, formula.groups, per_head, order)
+    gain, shift = (None if p is None else p.reshape(rows.shape[1:]) for p in applied[:2])
+    applied = blocks.Parameters(gain, shift, applied.narrow)
+    tensors = [None if t is None else rows.view(t) for t in (x, residual, gate, y, summed)]
+    statistics = [None if t is None else rows.view_statistics(t).unsqueeze(-1) for t in (rstd, mean)]
+    for part in _parts([*tensors, *statistics], rows.shape, blocks.BLOCK):
+        a, b, c, *results = part
+        assert a is not None and results[0] is not None
+        blocks.forward(formula, a, b, c, applied, *results)
+    return y, summed, rstd, mean
 
 
-def _rms_norm_block(
-    x: Tensor,
-    out: Tensor,
-    scratch: tuple[Tensor, Tensor, Tensor],
-    gain: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    round_dtype: torch.dtype | None,
-) -> None:
-    square, value, total = scratch
-    if x.dtype != value.dtype:
-        x = value.copy_(x)
-    torch.mul(x, x, out=square)
-    width = x.size(-1)
-    if width >= SERIAL and total.numel() == 1:
-        # Twice the same row: a sum with two results is not split, and so is the same as among other rows.
-        total.copy_(square.expand(2, width).sum(-1, True)[:1])
-    else:
-        torch.sum(square, -1, True, out=total)
-    # eps + sum / width in one call, with the roundings of mean and +.
-    torch.addcdiv(_scalar(eps, total.dtype), total, _scalar(width, total.dtype), out=total)
-    _finish(torch.mul(x, total.rsqrt_(), out=value), out, gain, shift, round_dtype)
-
-
-def layer_norm_cpu(
-    x: Tensor,
+def backward(
+    formula: Formula,
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    row: Tensor,
+    gate: Tensor | None,
     weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute LayerNorm of each row, with the arguments of the public operation; the result is contiguous.
+    bias_dtype: torch.dtype | None,
+    rstd: Tensor,
+    mean: Tensor | None,
+    weight_grad: bool = True,
+) -> Gradients:
+    """Differentiate a norm on the CPU.
 
-    With one rounding this is torch's own kernel, which reads and writes each row once.
+    The gradients of gain and bias are sums over blocks of a fixed size in a fixed order, the same for any number of
+    threads.
+
+    Args:
+        formula: what the forward computed.
+        grad: ``(..., N)``, gradient of the result.
+        grad_sum: ``(..., N)``, gradient of the sum with the residual, or None.
+        row: ``(..., N)``, ``x`` or the sum with the residual.
+        gate: ``(..., N)`` or None.
+        weight: ``(N,)`` or ``(H, D)``, or None.
+        bias_dtype: dtype of the bias; None where there is none.
+        rstd: ``(..., groups)``, as `forward` saved it.
+        mean: ``(..., groups)``, as `forward` saved it; None for RMSNorm.
+        weight_grad: whether the gradient of the weight is wanted.
+
+    Returns:
+        The gradients.
     """
-    width = x.size(-1)
-    if round_dtype is None and out_dtype == x.dtype:
-        weight, bias = _native_parameters(x, weight, bias, offset)
-        if x.is_contiguous() or x.numel() < SERIAL:
-            return F.layer_norm(x, (width,), weight, bias, eps)
-        out = torch.empty(x.shape, dtype=out_dtype)
-        for rows, result in _blocks(x, out):
-            result.copy_(F.layer_norm(rows, (width,), weight, bias, eps))
-        return out
-
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    gain, shift = _parameters(weight, bias, offset, round_dtype, out_dtype, compute)
-    out = torch.empty(x.shape, dtype=out_dtype)
-    if not out.numel():
-        return out
-    for rows, result in _blocks(x, out):
-        normal = F.layer_norm(rows.to(compute), (width,), None, None, eps)
-        _finish(normal, result, gain, shift, round_dtype)
-    return out
-
-
-def _finish(
-    rows: Tensor, out: Tensor, gain: Tensor | None, shift: Tensor | None, round_dtype: torch.dtype | None
-) -> None:
-    """Round, apply gain and bias, round: from ``rows``, which is overwritten, to ``out``."""
-    dtype, wide = out.dtype, rows.dtype
-    middle = wide if round_dtype is None else round_dtype
-    if middle == dtype and (gain is None or gain.dtype == dtype) and (shift is None or shift.dtype == dtype):
-        if dtype == wide and gain is not None:
-            torch.mul(rows, gain, out=out)
-        else:
-            out.copy_(rows)
-            if gain is not None:
-                out.mul_(gain)
-        if shift is not None:
-            out.add_(shift)
-        return
-
-    if middle != wide:
-        rows.copy_(rows.to(middle))
-    if gain is not None:
-        rows.mul_(gain)
-    if shift is not None:
-        if gain is not None and round_dtype is not None and dtype != wide:
-            rows.copy_(rows.to(dtype))
-        rows.add_(shift)
-    out.copy_(rows)
+    compute = blocks.compute_dtype(row)
+    per_head = _is_per_head(weight, None)
+    order = row_order(row, 1 + per_head)
+    rows = find_rows(row, formula.groups, per_head, order)
+    shape = rows.shape[1:]
+    drow = empty_rows(row, row.dtype, order)
+    dgate = None if gate is None else empty_rows(row, gate.dtype, order)
+    dgain = torch.zeros(shape, dtype=compute) if weight is not None and weight_grad else None
+    dshift = None if bias_dtype is None else torch.zeros(shape, dtype=compute)
+    if row.numel():
+        gain = blocks.parameters(formula._replace(round_dtype=None), weight, None, compute).gain
+        gain = None if gain is None else gain.to(compute).reshape(shape)
+        tensors = [None if t is None else rows.view(t) for t in (grad, grad_sum, row, gate, drow, dgate)]
+        statistics = [None if t is None else rows.view_statistics(t).unsqueeze(-1) for t in (rstd, mean)]
+        for part in _parts([*tensors, *statistics], rows.shape, _BACKWARD_BLOCK):
+            a, b, c, d, e, f, scale, centre = part
+            assert a is not None and c is not None and e is not None and scale is not None
+            blocks.backward(formula, a, b, c, d, gain, scale, centre, e, f, dgain, dshift)
+    dweight = None if dgain is None or weight is None else dgain.to(weight.dtype).reshape(weight.shape)
+    parameter = row.shape[-1:] if weight is None else weight.shape
+    dbias = None if dshift is None or bias_dtype is None else dshift.to(bias_dtype).reshape(parameter)
+    return Gradients(drow, dgate, dweight, dbias)
 
 
-def _parameters(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-    compute: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Bring gain and bias to the dtype that they are applied in.
+def quantize(
+    formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Compute a norm on the CPU and quantize each row of its result.
 
-    A product of two narrow numbers that is rounded once is the same in torch's narrow multiplication and in
-    float32, so parameters of the middle and output dtype stay as they are and save two conversions of each row.
+    Args:
+        formula: the norm; its result is rounded to ``out_dtype`` before it is quantized.
+        x: ``(..., N)``, of any strides.
+        weight: ``(N,)`` or None.
+        bias: ``(N,)`` or None.
+        dtype: ``torch.int8`` or ``torch.float8_e4m3fn``.
+
+    Returns:
+        Values ``(..., N)`` of ``dtype`` and scales ``(..., 1)`` in float32, as `reference.quantized` has them.
     """
-    narrow = (
-        round_dtype == out_dtype
-        and (weight is None or (weight.dtype == out_dtype and not offset))
-        and (bias is None or bias.dtype == out_dtype)
+    assert dtype in QUANTIZED_MAXIMUM
+    values = torch.empty(x.shape, dtype=dtype)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+    if not values.numel():
+        return values, scales.zero_()
+    rows = find_rows(x, 1, False)
+    views = [rows.view(x), rows.view(values), rows.view_statistics(scales).unsqueeze(-1)]
+    for a, b, c in _parts(views, rows.shape, blocks.BLOCK):
+        assert a is not None and b is not None and c is not None
+        y = forward(formula, a.squeeze(1), None, None, weight, bias, False)[0]
+        blocks.quantize(y.float() if y.dtype != torch.float32 else y, b.squeeze(1), c.squeeze(1))
+    return values, scales
+
+
+def _is_native(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether torch's layer norm rounds as the formula does."""
+    return (
+        formula.round_dtype is None
+        and formula.out_dtype == (formula.sum_dtype or x.dtype)
+        and (formula.product_dtype is None or weight is None)
+        and formula.eps_position == "inside"
+        and formula.groups == 1
+        and formula.gate_position == "none"
+        and not _is_per_head(weight, bias)
     )
-    if not narrow:
-        if weight is not None and weight.dtype != compute:
-            weight = weight.to(compute)
-        if bias is not None and bias.dtype != compute:
-            bias = bias.to(compute)
-    if weight is not None and offset:
-        weight = weight + _scalar(offset, compute)
-    return weight, bias
 
 
-def _native_parameters(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float
-) -> tuple[Tensor | None, Tensor | None]:
-    """Bring gain and bias to dtypes that torch's layer norm takes beside ``x``: both of its dtype, or both float32."""
-    dtype = x.dtype
-    if not offset and (weight is None or weight.dtype == dtype) and (bias is None or bias.dtype == dtype):
-        return weight, bias
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    if weight is not None:
-        weight = weight.to(compute)
-        weight = weight + offset if offset else weight
-    if bias is not None:
-        bias = bias.to(compute)
-        # torch looks at the gain alone to see which dtype the parameters have.
-        weight = torch.ones_like(bias) if weight is None else weight
-    elif weight is not None and dtype != compute:
-        bias = torch.zeros_like(weight)
-    return weight, bias
+def _native_layer_norm(
+    formula: Formula, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, save: bool
+) -> Forward:
+    """Compute LayerNorm by torch's own kernel, which gives statistics in float32 beside parameters in float32."""
+    summed = None
+    if residual is not None:
+        summed = torch.empty(x.shape, dtype=formula.sum_dtype)
+        if x.dtype == residual.dtype == summed.dtype:
+            torch.add(x, residual, out=summed)
+        else:
+            summed.copy_(x.float() + residual.float())
+        x = summed
+    shape, dtype = x.shape[-1:], x.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if (
+        formula.offset
+        or (save and dtype != wide)
+        or (weight is not None and weight.dtype != dtype)
+        or (bias is not None and bias.dtype != dtype)
+    ):
+        # torch takes parameters of the dtype of x, or both in float32, and looks at the gain alone to see which.
+        weight = torch.ones(shape, dtype=wide) if weight is None else weight.to(wide) + formula.offset
+        bias = torch.zeros(shape, dtype=wide) if bias is None else bias.to(wide)
+    if not save:
+        return torch.layer_norm(x, shape, weight, bias, formula.eps), summed, None, None
+    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, formula.eps)
+    return y, summed, rstd, mean
 
 
-def _blocks(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    x_rows, out_rows = as_matrix(x, out)
-    length = max(1, _BLOCK // max(x.size(-1), 1))
-    return zip(x_rows.split(length), out_rows.split(length), strict=True)
+def _is_per_head(weight: Tensor | None, bias: Tensor | None) -> bool:
+    return (weight is not None and weight.dim() == 2) or (bias is not None and bias.dim() == 2)
 
 
-@functools.lru_cache(maxsize=256)
-def _scalar(value: float, dtype: torch.dtype) -> Tensor:
-    """Give a number as a tensor: torch makes one of each number anew, which takes longer than the sum of a row."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+def _sum_dtype(formula: Formula, x: Tensor) -> torch.dtype:
+    return x.dtype if formula.sum_dtype is None else formula.sum_dtype
 
 
-def _scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Give this thread's scratch space: two tensors of a shape and one of a number for each row, undefined."""
-    views: dict[object, tuple[Tensor, Tensor, Tensor]] | None = getattr(_local, "views", None)
-    if views is None:
-        views = _local.views = {}
-        _local.space = {}
-    found = views.get((shape, dtype))
-    if found is not None:
-        return found
-    size = shape.numel()
-    space = _local.space.get(dtype)
-    if space is None or space.size(1) < size:
-        # Space born in inference mode could not be written to outside it.
-        with torch.inference_mode(False):
-            space = torch.empty((3, max(size, SERIAL)), dtype=dtype)
-        if size <= _BLOCK:
-            _local.space[dtype] = space
-            views.clear()
-    with torch.inference_mode(False):
-        totals = space[2, : size // shape[-1]].view(*shape[:-1], 1)
-        found = space[0, :size].view(shape), space[1, :size].view(shape), totals
-    if size <= _BLOCK:
-        if len(views) >= _KEPT_VIEWS:
-            views.clear()
-        views[shape, dtype] = found
-    return found
+def _parts(
+    tensors: list[Tensor | None], shape: tuple[int, int, int], block: int
+) -> Iterator[tuple[Tensor | None, ...]]:
+    """Cut views of ``(R, G, D)`` into blocks of rows."""
+    count, heads, width = shape
+    length = max(1, block // (heads * width))
+    if length >= count:
+        yield tuple(tensors)
+        return
+    for start in range(0, count, length):
+        yield tuple(None if t is None else t[start : start + length] for t in tensors)
