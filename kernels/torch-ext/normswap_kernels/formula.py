@@ -69,3 +69,10 @@ class Formula(NamedTuple):
     gate_position: GatePosition = "none"
     activation: Activation = "silu"
     sum_dtype: torch.dtype | None = None
+
+
+def product_rounding(
+    round_dtype: torch.dtype | None, out_dtype: torch.dtype, weight: object, bias: object
+) -> torch.dtype | None:
+    """Say where the product is rounded before the bias: in a norm that rounds before the gain, and so twice again."""
+    return out_dtype if round_dtype is not None and weight is not None and bias is not None else None

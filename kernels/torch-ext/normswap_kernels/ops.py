@@ -1,21 +1,13 @@
-"""The public operations: validate, choose the implementation, and register with ``torch.library``."""
+"""The plain norms: say in a formula what is wanted, validate, and take the shortest way to the engine."""
 
 from __future__ import annotations
-
-import importlib.util
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import check_backend, kernels
-from .cpu import layer_norm_cpu, rms_norm_cpu
-from .gradients import layer_norm_gradients, rms_norm_gradients
-from .rows import as_matrix, empty_rows
-
-_PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_INPUT_DTYPES = (*_PARAMETER_DTYPES, torch.float64)
+from .formula import EpsPosition, Formula, Kind, Reduction, product_rounding
+from .registration import plain, run
+from .validation import check_input, check_norm, check_options
 
 
 def rms_norm(
@@ -27,6 +19,10 @@ def rms_norm(
     offset: float = 0.0,
     round_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    groups: int = 1,
+    partial: int | None = None,
+    eps_position: EpsPosition = "inside",
+    reduction: Reduction = "mean",
     backend: str = "auto",
 ) -> Tensor:
     """Divide each row by its root mean square, times a gain.
@@ -34,15 +30,23 @@ def rms_norm(
     ``n = x / sqrt(mean(x**2) + eps)`` (Zhang and Sennrich 2019, arXiv:1910.07467). Without ``round_dtype`` the
     result is ``n * (weight + offset) + bias`` in float32, rounded once. With it, ``n`` is rounded to ``round_dtype``,
     the product with ``weight + offset`` (summed in float32) to ``out_dtype``, and the sum with ``bias`` again.
+    ``reduction="sum"`` with ``eps_position="clamp"`` and no gain is ``torch.nn.functional.normalize``.
 
     Args:
         x: ``(..., N)``, float32, float16 or bfloat16, of any strides; float64 on the CPU, computed in float64.
-        weight: ``(N,)`` of any of float32, float16, bfloat16; None for no gain.
-        bias: ``(N,)`` likewise, or None.
-        eps: added under the root; may be 0.
-        offset: added to the weight: 1.0 for the gain ``1 + w``.
+        weight: ``(N,)`` of any of float32, float16, bfloat16; ``(H, D)`` beside ``x`` of shape ``(..., H, D)``, a gain
+            of its own for each head; None for no gain.
+        bias: of the shape of a weight, likewise; or None.
+        eps: in the place that ``eps_position`` names; may be 0.
+        offset: added to the weight, in float32: 1.0 for the gain ``1 + w``.
         round_dtype: dtype that ``n`` is rounded to before the gain; None for one rounding at the end.
         out_dtype: dtype of the result; None for that of ``x``.
+        groups: number of parts that each row is split into, each normalised by itself; it divides ``N``.
+        partial: leading elements of a row (of a group) that the mean is taken over, as in partial RMSNorm (the same
+            paper); None for all.
+        eps_position: ``"inside"`` the root; ``"outside"``: ``1 / (sqrt(m) + eps)``; ``"clamp"``:
+            ``1 / max(sqrt(m), eps)``.
+        reduction: ``"mean"`` of the squares, or their ``"sum"`` for L2 normalisation.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"interpret"``; see `check_backend`.
 
     Returns:
@@ -50,21 +54,21 @@ def rms_norm(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, eps or backend name.
+        ValueError: a wrong shape, device or value.
         BackendUnavailable: the backend cannot run here.
 
     Example:
         >>> rms_norm(torch.tensor([[3.0, 4.0]]), eps=0.0) * 12.5**0.5
         tensor([[3., 4.]])
     """
-    if out_dtype is None:
-        out_dtype = x.dtype if isinstance(x, Tensor) else torch.float32
-    _validate(x, weight, bias, eps, offset, round_dtype, out_dtype)
-    if _direct(x, weight, bias):
-        if backend == "auto" and x.is_cpu:
-            return rms_norm_cpu(x, weight, bias, eps, offset, round_dtype, out_dtype)
-        return _rms_norm(x, weight, bias, eps, offset, round_dtype, out_dtype, backend)
-    return _rms_norm_op(x, weight, bias, float(eps), float(offset), round_dtype, out_dtype, backend)
+    check_input(x)
+    formula = _formula(
+        "rms", x, weight, bias, eps, offset, round_dtype, out_dtype, groups, partial, eps_position, reduction
+    )
+    check_norm(formula, x, weight, bias)
+    if partial is not None or groups != 1 or eps_position != "inside" or reduction != "mean":
+        check_options(formula, x, weight, bias)
+    return run("rms_norm", formula, x, None, None, weight, bias, backend)[0]
 
 
 def layer_norm(
@@ -76,6 +80,8 @@ def layer_norm(
     offset: float = 0.0,
     round_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    groups: int = 1,
+    eps_position: EpsPosition = "inside",
     backend: str = "auto",
 ) -> Tensor:
     """Centre each row and divide it by its standard deviation, times a gain, plus a bias.
@@ -85,12 +91,17 @@ def layer_norm(
 
     Args:
         x: ``(..., N)``, float32, float16 or bfloat16, of any strides; float64 on the CPU, computed in float64.
-        weight: ``(N,)`` of any of float32, float16, bfloat16; None for no gain.
-        bias: ``(N,)`` likewise, or None.
-        eps: added to the variance; may be 0.
-        offset: added to the weight: 1.0 for the gain ``1 + w``.
+        weight: ``(N,)`` of any of float32, float16, bfloat16; ``(H, D)`` beside ``x`` of shape ``(..., H, D)``, a gain
+            of its own for each head; None for no gain.
+        bias: of the shape of a weight, likewise; or None.
+        eps: in the place that ``eps_position`` names; may be 0.
+        offset: added to the weight, in float32: 1.0 for the gain ``1 + w``.
         round_dtype: dtype that ``n`` is rounded to before the gain; None for one rounding at the end.
-        out_dtype: dtype of the result; None for that of ``x``.
+        out_dtype: dtype of the result; None for that of ``x``, or for float32 under autocast
+            on a GPU, as ``torch.nn.functional.layer_norm`` gives it.
+        groups: number of parts that each row is split into, each normalised by itself; it divides ``N``.
+        eps_position: ``"inside"`` the root; ``"outside"``: ``1 / (sqrt(m) + eps)``; ``"clamp"``:
+            ``1 / max(sqrt(m), eps)``.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"interpret"``; see `check_backend`.
 
     Returns:
@@ -98,191 +109,64 @@ def layer_norm(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: a wrong shape, device, eps or backend name.
+        ValueError: a wrong shape, device or value.
         BackendUnavailable: the backend cannot run here.
 
     Example:
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
-    if out_dtype is None:
-        out_dtype = x.dtype if isinstance(x, Tensor) else torch.float32
-    _validate(x, weight, bias, eps, offset, round_dtype, out_dtype)
-    if _direct(x, weight, bias):
-        if backend == "auto" and x.is_cpu:
-            return layer_norm_cpu(x, weight, bias, eps, offset, round_dtype, out_dtype)
-        return _layer_norm(x, weight, bias, eps, offset, round_dtype, out_dtype, backend)
-    return _layer_norm_op(x, weight, bias, float(eps), float(offset), round_dtype, out_dtype, backend)
-
-
-def _validate(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"expected x to be a tensor, got {type(x).__name__}: pass a torch.Tensor")
-    if x.dtype not in _INPUT_DTYPES:
-        raise TypeError(
-            f"expected x of dtype float32, float16, bfloat16 (or float64 on the CPU), got {x.dtype}: "
-            "convert it with x.to(...)"
-        )
-    if not x.dim():
-        raise ValueError("expected x of shape (..., N), got a tensor without dimensions: pass at least one row")
-    shape = x.shape[-1:]
-    if weight is not None:
-        _validate_parameter("weight", weight, x, shape)
-    if bias is not None:
-        _validate_parameter("bias", bias, x, shape)
-    if not (isinstance(eps, (int, float)) and isinstance(offset, (int, float))):
-        kinds = f"{type(eps).__name__} and {type(offset).__name__}"
-        raise TypeError(f"expected eps and offset to be numbers, got {kinds}: pass floats")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"expected a finite eps of 0 or more, got {eps}: pass the norm's own eps")
-    if not (out_dtype in _INPUT_DTYPES and (round_dtype is None or round_dtype in _INPUT_DTYPES)):
-        raise TypeError(
-            f"expected round_dtype and out_dtype to be floating dtypes of torch, got {round_dtype} and {out_dtype}"
-        )
-
-
-def _validate_parameter(name: str, parameter: Tensor, x: Tensor, shape: torch.Size) -> None:
-    if not isinstance(parameter, Tensor):
-        raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}: pass a torch.Tensor")
-    if parameter.dtype != x.dtype and parameter.dtype not in _PARAMETER_DTYPES:
-        raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
-    if parameter.shape != shape:
-        raise ValueError(
-            f"expected {name} of shape {tuple(shape)} for rows of {shape[0]}, got {tuple(parameter.shape)}: "
-            "pass the parameter of a norm of this width"
-        )
-    if parameter.device != x.device:
-        raise ValueError(
-            f"expected {name} on the device of x, {x.device}, got {parameter.device}: move one to the other"
-        )
-
-
-def _direct(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the implementation may be called past torch's dispatcher, which costs more than a short row."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
-        return False
-    for parameter in (weight, bias):
-        if parameter is not None and type(parameter) not in (Tensor, torch.nn.Parameter):
-            return False
-    if torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    if (
+        backend == "auto"
+        and round_dtype is None
+        and out_dtype is None
+        and groups == 1
+        and eps_position == "inside"
+        and not offset
+        and type(x) is Tensor
+        and x.is_cpu
+        and (weight is None or weight.dtype is x.dtype)
+        and (bias is None or bias.dtype is x.dtype)
+        and plain((x, weight, bias))
     ):
-        return False
-    # vmap and friends hide behind plain tensors; dispatch modes (fake tensors, counters) must see one operation.
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+        # On the CPU this is torch's own operation, which validates faster than Python does.
+        try:
+            if 0 <= eps < float("inf"):
+                return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        except (AttributeError, IndexError, RuntimeError, TypeError):
+            pass
+    check_input(x)
+    formula = _formula("layer", x, weight, bias, eps, offset, round_dtype, out_dtype, groups, None, eps_position)
+    check_norm(formula, x, weight, bias)
+    if groups != 1 or eps_position != "inside":
+        check_options(formula, x, weight, bias)
+    return run("layer_norm", formula, x, None, None, weight, bias, backend)[0]
 
 
-def _rms_norm(
+def _formula(
+    kind: Kind,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     offset: float,
     round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    resolved = check_backend(backend, x.device)
-    if resolved == "cpu":
-        return rms_norm_cpu(x, weight, bias, eps, offset, round_dtype, out_dtype)
-    out = empty_rows(x, out_dtype)
-    _check_kernel_dtypes(x, round_dtype, out_dtype)
-    x_rows, out_rows = as_matrix(x, out)
-    kernels("rmsnorm").forward(
-        x_rows, weight, bias, out_rows, eps, offset, round_dtype, interpret=resolved == "interpret"
-    )
-    return out
+    out_dtype: torch.dtype | None,
+    groups: int,
+    partial: int | None,
+    eps_position: EpsPosition,
+    reduction: Reduction = "mean",
+) -> Formula:
+    if out_dtype is None:
+        out_dtype = x.dtype
+        if kind == "layer" and not x.is_cpu and _autocast_to_float32(x.device.type):
+            out_dtype = torch.float32
+    product_dtype = product_rounding(round_dtype, out_dtype, weight, bias)
+    # A partial of 0 elements is refused, and not taken for all of them.
+    partial = 0 if partial is None else partial or -1
+    return Formula(kind, eps, offset, round_dtype, product_dtype, out_dtype, groups, partial, eps_position, reduction)
 
 
-def _layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    resolved = check_backend(backend, x.device)
-    if resolved == "cpu":
-        return layer_norm_cpu(x, weight, bias, eps, offset, round_dtype, out_dtype)
-    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    _check_kernel_dtypes(x, round_dtype, out_dtype)
-    x_rows, out_rows = as_matrix(x, out)
-    kernels("layernorm").forward(
-        x_rows, weight, bias, out_rows, eps, offset, round_dtype, interpret=resolved == "interpret"
-    )
-    return out
-
-
-def _check_kernel_dtypes(x: Tensor, round_dtype: torch.dtype | None, out_dtype: torch.dtype) -> None:
-    if torch.float64 in (x.dtype, round_dtype, out_dtype):
-        raise TypeError(
-            "expected float32, float16 or bfloat16 in a Triton kernel, got torch.float64: "
-            "convert x, or choose backend 'cpu'"
-        )
-
-
-_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, float eps, float offset, "
-    "ScalarType? round_dtype, ScalarType out_dtype, str backend) -> Tensor"
-)
-
-
-def _namespaced(name: str) -> str:
-    """Give the operation's full name; builds for the Hub bring a namespace of their own in a module ``_ops``."""
-    if __package__ and importlib.util.find_spec("._ops", __package__):
-        built = importlib.import_module("._ops", __package__)
-        return str(built.add_op_namespace_prefix(name))
-    return f"normswap::{name}"
-
-
-def _register(name: str, run: Any, gradients: Any, allocate: Any) -> Any:
-    """Register one operation with its fake, its gradient and its rule for vmap."""
-    op = torch.library.custom_op(_namespaced(name), run, mutates_args=(), schema=_SCHEMA)
-
-    def fake(x: Tensor, weight: Any, bias: Any, eps: Any, offset: Any, middle: Any, out: Any, backend: Any) -> Tensor:
-        result: Tensor = allocate(x, out)
-        return result
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias, ctx.eps, ctx.offset, *_ = inputs
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        found = gradients(grad, x, weight, ctx.bias_dtype, ctx.eps, ctx.offset)
-        return (*found, None, None, None, None, None)
-
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: Any, bias: Any, *rest: Any) -> tuple[Tensor, int]:
-        tensors = [t if d is None else t.movedim(d, 0) for t, d in zip((x, weight, bias), in_dims, strict=False)]
-        if in_dims[1] is None and in_dims[2] is None:
-            return op(*tensors, *rest), 0
-        rows = [
-            op(*(t if d is None else t[i] for t, d in zip(tensors, in_dims, strict=False)), *rest)
-            for i in range(info.batch_size)
-        ]
-        return torch.stack(rows), 0
-
-    op.register_fake(fake)
-    op.register_autograd(backward, setup_context=setup_context)
-    op.register_vmap(vmap)
-    return op
-
-
-def _allocate_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
-
-
-_rms_norm_op = _register("rms_norm", _rms_norm, rms_norm_gradients, empty_rows)
-_layer_norm_op = _register("layer_norm", _layer_norm, layer_norm_gradients, _allocate_contiguous)
+def _autocast_to_float32(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device where torch runs layer_norm in float32 under it."""
+    return device_type in ("cuda", "xpu") and torch.is_autocast_enabled(device_type)

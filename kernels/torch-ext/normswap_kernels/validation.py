@@ -1,0 +1,146 @@
+"""What the public operations take, and the errors for what they do not: expected, got, what to do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .formula import ACTIVATIONS, EPS_POSITIONS, GATE_POSITIONS, REDUCTIONS, Formula
+
+PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INPUT_DTYPES = (*PARAMETER_DTYPES, torch.float64)
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+
+def check_input(x: object) -> None:
+    """Refuse what is no tensor of rows.
+
+    Raises:
+        TypeError: no tensor, or no floating dtype that is computed in.
+        ValueError: no dimension.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected x to be a tensor, got {type(x).__name__}: pass a torch.Tensor")
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"expected x of dtype float32, float16, bfloat16 (or float64 on the CPU), got {x.dtype}: "
+            "convert it with x.to(...)"
+        )
+    if not x.dim():
+        raise ValueError("expected x of shape (..., N), got a tensor without dimensions: pass at least one row")
+
+
+def check_companion(name: str, tensor: object, x: Tensor) -> None:
+    """Refuse a residual or a gate that does not fit ``x``.
+
+    Raises:
+        TypeError: no tensor, or another dtype than float32, float16, bfloat16 and that of ``x``.
+        ValueError: another shape or device than those of ``x``.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected {name} to be a tensor, got {type(tensor).__name__}: pass a torch.Tensor")
+    if tensor.dtype != x.dtype and (tensor.dtype not in PARAMETER_DTYPES or x.dtype == torch.float64):
+        raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {tensor.dtype}: convert it")
+    if tensor.shape != x.shape:
+        raise ValueError(
+            f"expected {name} of the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}: expand or reshape it"
+        )
+    _check_device(name, tensor, x)
+
+
+def check_norm(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse parameters and options that do not fit ``x``, which has passed `check_input`.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a wrong shape, device or value.
+    """
+    if weight is not None:
+        _check_parameter("weight", weight, x)
+    if bias is not None:
+        _check_parameter("bias", bias, x)
+        expected = x.shape[-1:] if weight is None else weight.shape
+        if bias.shape != expected:
+            raise ValueError(f"expected bias of shape {tuple(expected)}, got {tuple(bias.shape)}: reshape it")
+    eps, offset = formula.eps, formula.offset
+    if not (isinstance(eps, (int, float)) and isinstance(offset, (int, float))):
+        kinds = f"{type(eps).__name__} and {type(offset).__name__}"
+        raise TypeError(f"expected eps and offset to be numbers, got {kinds}: pass floats")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"expected a finite eps of 0 or more, got {eps}: pass the norm's own eps")
+    if not math.isfinite(offset):
+        raise ValueError(f"expected a finite offset, got {offset}: pass 1.0 for the gain 1 + w, else 0.0")
+    middle, out = formula.round_dtype, formula.out_dtype
+    if not (out in INPUT_DTYPES and (middle is None or middle in INPUT_DTYPES)):
+        raise TypeError(f"expected round_dtype and out_dtype to be floating dtypes of torch, got {middle} and {out}")
+
+
+def check_options(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse the rarer options where they do not fit; called only where one of them is not at its default.
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: a value that is not among those offered, or that does not fit the width.
+    """
+    width = x.size(-1)
+    groups, partial = formula.groups, formula.partial
+    if type(groups) is not int or type(partial) is not int:
+        kinds = f"{type(groups).__name__} and {type(partial).__name__}"
+        raise TypeError(f"expected groups and partial to be whole numbers, got {kinds}: pass ints")
+    if groups < 1 or width % groups:
+        raise ValueError(f"expected groups of 1 or more that divide rows of {width}, got {groups}: pass their number")
+    if groups > 1 and any(p is not None and p.dim() == 2 for p in (weight, bias)):
+        raise ValueError(
+            f"expected a weight of shape ({width},) beside groups, got one of two dimensions: flatten it, or pass "
+            "x of shape (..., H, D) without groups"
+        )
+    if partial and not 0 < partial <= width // groups:
+        raise ValueError(
+            f"expected partial between 1 and the row's {width // groups}, got {partial}: pass None for all"
+        )
+    for name, value, offered in (
+        ("eps_position", formula.eps_position, EPS_POSITIONS),
+        ("reduction", formula.reduction, REDUCTIONS),
+        ("gate_position", formula.gate_position, ("none", *GATE_POSITIONS)),
+        ("activation", formula.activation, ACTIVATIONS),
+    ):
+        if value not in offered:
+            shown = ", ".join(repr(each) for each in offered if each != "none")
+            raise ValueError(f"expected {name} among {shown}, got {value!r}: pass one of them")
+    for name, dtype in (("product_dtype", formula.product_dtype), ("sum_dtype", formula.sum_dtype)):
+        if dtype is not None and dtype not in INPUT_DTYPES:
+            raise TypeError(
+                f"expected {name} to be a floating dtype of torch, got {dtype}: pass float32 or a narrower one"
+            )
+
+
+def check_quantized(dtype: object) -> None:
+    """Refuse a dtype that is not quantized to.
+
+    Raises:
+        TypeError: another than int8 and float8_e4m3fn.
+    """
+    if dtype not in QUANTIZED_DTYPES:
+        raise TypeError(f"expected dtype to be torch.int8 or torch.float8_e4m3fn, got {dtype}: pass one of them")
+
+
+def _check_parameter(name: str, parameter: object, x: Tensor) -> None:
+    if not isinstance(parameter, Tensor):
+        raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}: pass a torch.Tensor")
+    if parameter.dtype != x.dtype and parameter.dtype not in PARAMETER_DTYPES:
+        raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
+    shape = x.shape
+    if parameter.shape != shape[-1:] and not (parameter.dim() == 2 and parameter.shape == shape[-2:]):
+        width = shape[-1]
+        raise ValueError(
+            f"expected {name} of shape ({width},) for rows of {width}, or {tuple(shape[-2:])} for a gain of each head, "
+            f"got {tuple(parameter.shape)}: pass the parameter of a norm of this width"
+        )
+    _check_device(name, parameter, x)
+
+
+def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"expected {name} on the device of x, {x.device}, got {tensor.device}: move one to the other")
