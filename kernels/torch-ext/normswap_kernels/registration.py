@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import engine
 from .formula import Formula
@@ -45,8 +46,10 @@ def plain(tensors: tuple[Tensor | None, ...]) -> bool:
     for t in tensors:
         if t is not None and ((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta):
             return False
-    # vmap and friends hide behind plain tensors; dispatch modes (fake tensors, counters) must see one operation.
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+    # Transforms hide behind plain tensors; dispatch modes (fake tensors, counters) must see one operation.
+    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()) and (
+        forward_ad._current_level < 0
+    )
 
 
 def recorded(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -148,6 +151,7 @@ def run(
     tensors = x, residual, gate, weight, bias
     recording = recorded(tensors)
     if not plain(tensors):
+        _refuse_transforms(name, tensors)
         y, summed, _, _ = FORWARD[name](*tensors, *_flat(formula), recording, backend)
         return y, None if residual is None else summed
     if recording:
@@ -164,6 +168,7 @@ def run_quantize(
     tensors = x, weight, bias
     if plain(tensors) and not recorded(tensors):
         return engine.quantize(formula, *tensors, dtype, backend)
+    _refuse_transforms("rms_norm_quant", tensors)
     values, scales = QUANTIZE(*tensors, *_flat(formula), dtype, backend)
     return values, scales
 
@@ -211,7 +216,7 @@ def _fake_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
     return engine.allocate_quantized(arguments[0], arguments[-2])
 
 
-def _split(arguments: tuple[Any, ...], n_tensors: int) -> tuple[tuple[Any, ...], Formula, tuple[Any, ...]]:
+def _split(arguments: tuple[Any, ...], n_tensors: int) -> tuple[Any, Formula, Any]:
     end = n_tensors + _N_FORMULA
     return arguments[:n_tensors], Formula(*arguments[n_tensors:end]), arguments[end:]
 
@@ -261,7 +266,7 @@ def _backward_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 def _backward_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """Differentiate the gradients, by torch's own differentiation of their closed formula."""
     with torch.enable_grad():
-        leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         outputs = closed_form(ctx.formula, *leaves, ctx.bias_dtype)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
         inputs = [leaf for leaf in leaves if leaf is not None]
@@ -269,20 +274,31 @@ def _backward_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return (*(None if leaf is None else next(found) for leaf in leaves), *(None,) * (3 + _N_FORMULA + 2))
 
 
-def _refuse_vmap(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any) -> Any:
-        raise NotImplementedError(
-            f"expected {name} outside torch.func.vmap, got a batched tensor: call it on the whole batch, since it "
-            "normalises the rows of any leading dimensions at once"
-        )
+def _refuse_transforms(name: str, tensors: tuple[Tensor | None, ...]) -> None:
+    """Refuse ``torch.func`` and forward-mode differentiation, under which the operations would give wrong tangents.
 
-    return refuse
+    Raises:
+        NotImplementedError: a transform is at work.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"expected {name} outside the transforms of torch.func (vmap, grad, jvp ...), got one inside: instead of "
+            "vmap call it on the whole batch, since it normalises the rows of any leading dimensions at once; instead "
+            "of grad call backward"
+        )
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise NotImplementedError(
+            f"expected {name} outside forward-mode differentiation, got a tensor with a tangent: call backward instead"
+        )
 
 
 def _register(name: str, schema: str, run: Any, fake: Any) -> Any:
     op = torch.library.custom_op(_namespaced(name), run, mutates_args=(), schema=schema)
     op.register_fake(fake)
-    op.register_vmap(_refuse_vmap(name))
     return op
 
 
