@@ -1,4 +1,4 @@
-"""How the kernels are launched: the shape of a program, chosen by the width of a row alone.
+"""How the kernels are launched: the shape of a program, chosen by the width of a row alone, and the call itself.
 
 The number of rows has no say. Another tile would add the elements of a row in another order, and a row's result
 must be the same whatever rows stand beside it.
@@ -6,10 +6,10 @@ must be the same whatever rows stand beside it.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,15 @@ class Rule:
     max_threads: int
     reason: str
 
+    def tile(self, width: int) -> Tile:
+        """Return the tile for rows of ``width`` elements, in one block."""
+        block_n = max(16, 1 << (width - 1).bit_length())
+        rows = max(1, self.elements // block_n)
+        threads = min(self.max_threads, rows * block_n // self.per_thread)
+        return Tile(rows, block_n, threads, True, self.reason)
 
-RULES = (
+
+FORWARD_RULES = (
     Rule(
         max_width=1024,
         elements=2048,
@@ -75,51 +82,97 @@ RULES = (
     ),
 )
 
-# Half of the widest one-block row: the accumulator and the block in flight share the registers.
-LOOP = Tile(
+# Half of the widest one-block row: the accumulators and the block in flight share the registers.
+FORWARD_LOOP = Tile(
     rows=1,
     block_n=8192,
     threads=512,
     one_block=False,
-    reason="the row does not fit in registers: one pass for each statistic and one to write, the later ones from L2",
+    reason="the row does not fit in registers: one pass for the statistics and one to write, the second from L2",
 )
 
 
+@functools.cache
 def choose_tile(width: int) -> Tile:
-    """Choose the tile for rows of ``width`` elements.
+    """Choose the tile of a forward kernel for rows of ``width`` elements.
 
     Example:
         >>> choose_tile(128).rows, choose_tile(4096).block_n, choose_tile(65537).one_block
         (16, 4096, False)
     """
-    block_n = max(16, 1 << (width - 1).bit_length())
-    for rule in RULES:
+    for rule in FORWARD_RULES:
         if width <= rule.max_width:
-            rows = max(1, rule.elements // block_n)
-            threads = min(rule.max_threads, rows * block_n // rule.per_thread)
-            return Tile(rows, block_n, threads, True, rule.reason)
-    return LOOP
+            return rule.tile(width)
+    return FORWARD_LOOP
 
 
-def warp_size() -> int:
-    """Return the number of threads in a warp: 64 on AMD's data-centre GPUs, for which the ROCm build is, else 32."""
-    return 64 if torch.version.hip else 32
+class Device(NamedTuple):
+    """What a launch must know of the device that it is for.
+
+    Attributes:
+        warp_size: threads in a warp: 64 on AMD's data-centre GPUs, for which the ROCm build is, else 32.
+        native_fp8: whether its instructions convert float32 to ``float8_e4m3fn``.
+        processors: number of multiprocessors.
+        interpreted: whether it is Triton's interpreter.
+    """
+
+    warp_size: int
+    native_fp8: bool
+    processors: int
+    interpreted: bool
 
 
-@contextlib.contextmanager
-def launching(x: Tensor, interpret: bool) -> Iterator[None]:
+INTERPRETER = Device(warp_size=32, native_fp8=False, processors=4, interpreted=True)
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, ready to be run, or to be compiled ahead of time.
+
+    Attributes:
+        kernel: the jitted function.
+        grid: number of programs.
+        arguments: its positional arguments.
+        options: its compile-time arguments and the compiler's options.
+    """
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Describe a GPU."""
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    if device.type == "xpu":
+        return Device(32, False, properties.max_compute_units, False)
+    if torch.version.hip:
+        return Device(64, False, properties.multi_processor_count, False)
+    native = (properties.major, properties.minor) >= (8, 9)
+    return Device(32, native, properties.multi_processor_count, False)
+
+
+def run(launch: Launch, x: Tensor, interpret: bool) -> None:
     """Launch under the device of ``x``, which need not be the current one.
 
     Under the interpreter NumPy's warnings are silenced: an infinity is a result here, not a mishap.
     """
-    if interpret:
+    kernel, grid, arguments, options = launch
+    if x.is_cuda and torch.cuda.current_device() == x.get_device():
+        kernel[grid](*arguments, **options)
+    elif interpret:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            yield
-        return
-    module = torch.get_device_module(x.device)
-    if module.current_device() == x.device.index:
-        yield
-        return
-    with module.device(x.device):
-        yield
+            kernel[grid](*arguments, **options)
+    else:
+        with torch.get_device_module(x.device).device(x.device):
+            kernel[grid](*arguments, **options)
+
+
+def find_alignment(*strides: int) -> int:
+    """Return the largest power of two, up to 16, that divides all strides (given in elements)."""
+    common = 16
+    for stride in strides:
+        common |= stride
+    return common & -common
