@@ -20,7 +20,7 @@ help:  ## list the targets
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with $(PYTHON): a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo,test,dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[bench,demo,test,dev]'
 	@touch $@
 
 $(VENV4)/.installed: pyproject.toml constraints-transformers4.txt
