@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,6 @@ from .tiles import (
     load,
     load_parameter,
     round_to,
-    rounded,
     row_offsets,
     row_total,
     scale_of,
@@ -107,9 +105,9 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
         gate = load(gate_rows + cols * gate_step, mask, "") if gate_ptr is not None else None
         w = load_parameter(w_row, block, in_row, ROWS, BLOCK_N) if w_ptr is not None else None
         b = load_parameter(b_row, block, in_row, ROWS, BLOCK_N) if b_ptr is not None else None
-        if GATE == "before":  # noqa: SIM300
+        if GATE == "before":
             v = v * activation(widen(gate, EMULATE), ACTIVATION)
-        if KIND == "layer":  # noqa: SIM300
+        if KIND == "layer":
             mean = tl.div_rn(row_total(v), N * 1.0)
             v = v - mean
             if in_row is not None:
@@ -137,9 +135,9 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
                 total = round_to(v, sum_ptr.dtype.element_ty, EMULATE)
                 tl.store(sum_rows + cols, total, mask=in_row)
                 v = widen(total, EMULATE)
-            if GATE == "before":  # noqa: SIM300
+            if GATE == "before":
                 v = v * activation(widen(load(gate_rows + at * gate_step, in_row, "evict_last"), EMULATE), ACTIVATION)
-            if KIND == "layer":  # noqa: SIM300
+            if KIND == "layer":
                 # Welford's update in each lane: its mean, and its squares about it.
                 off = v - first
                 step = tl.div_rn(off, (start // BLOCK_N + 1) * 1.0)
@@ -153,7 +151,7 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
                 if COUNTED != N:
                     v = tl.where(cols < COUNTED, v, 0.0)
                 second += v * v
-        if KIND == "layer":  # noqa: SIM300
+        if KIND == "layer":
             # The lanes are merged after Chan, Golub and LeVeque: a lane's squares about the mean of all.
             n_blocks = ((N - 1 - block) // BLOCK_N + 1).to(tl.float32)
             mean = tl.div_rn(row_total(first * n_blocks), N * 1.0)
@@ -175,9 +173,9 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
             gate = load(gate_rows + at * gate_step, in_row, "evict_first") if gate_ptr is not None else None
             w = load_parameter(w_row, cols, in_row, ROWS, BLOCK_N) if w_ptr is not None else None
             b = load_parameter(b_row, cols, in_row, ROWS, BLOCK_N) if b_ptr is not None else None
-            if GATE == "before":  # noqa: SIM300
+            if GATE == "before":
                 v = v * activation(widen(gate, EMULATE), ACTIVATION)
-            if KIND == "layer":  # noqa: SIM300
+            if KIND == "layer":
                 v = v - mean
             after = gate if GATE == "after" else None
             y = finish(v * scale, w, b, after, OFFSET, MIDDLE, PRODUCT, ACTIVATION, EMULATE)

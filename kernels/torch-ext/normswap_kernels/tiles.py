@@ -108,7 +108,7 @@ def sigmoid(v):  # type: ignore[no-untyped-def]
 def activation(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Activate a float32 gate: ``"silu"`` or ``"sigmoid"``."""
     s = sigmoid(gate)
-    if ACTIVATION == "silu":  # noqa: SIM300
+    if ACTIVATION == "silu":
         return gate * s
     else:
         return s
@@ -128,9 +128,9 @@ def scale_of(  # type: ignore[no-untyped-def]
     moment = total
     if COUNT != 1:
         moment = tl.div_rn(total, COUNT * 1.0)
-    if EPS_POSITION == "inside":  # noqa: SIM300
+    if EPS_POSITION == "inside":
         below = tl.sqrt_rn(moment + eps)
-    elif EPS_POSITION == "outside":  # noqa: SIM300
+    elif EPS_POSITION == "outside":
         below = tl.sqrt_rn(moment) + eps
     else:
         root = tl.sqrt_rn(moment)
