@@ -1,4 +1,4 @@
-"""The operations as torch sees them: gradients, compilation, meta tensors, vmap; and what they refuse."""
+"""The operations: results and gradients as the oracle has them, and what each option does."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import normswap_kernels
 import pytest
 import torch
-from norm_cases import BF16, EPS, FP32
-from normswap_kernels import BackendUnavailable, check_backend, layer_norm, layers, ops, rms_norm
-from normswap_kernels.reference import exact
-from torch import nn
+from normswap_kernels import add_layer_norm, add_rms_norm, layer_norm, layers, rms_norm, rms_norm_quant
+from normswap_kernels.reference import exact, quantized, rounded
+from operation_cases import CALLS, EPS, formula_of, listed, oracle, tensors_of
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-OPERATIONS = {"rms": rms_norm, "layer": layer_norm}
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-@pytest.fixture(params=OPERATIONS)
-def kind(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=CALLS)
+def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_import_loads_no_triton() -> None:
-    code = "import sys, normswap_kernels; sys.exit('triton' in sys.modules)"
+def test_import_loads_no_triton_and_builds_nothing() -> None:
+    code = "import sys, normswap_kernels; sys.exit('triton' in sys.modules or 'ctypes.util' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""}
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment)
 
@@ -36,37 +36,74 @@ def test_public_names_exist() -> None:
     assert normswap_kernels.BACKENDS == ("auto", "triton", "cpu", "interpret")
 
 
-@pytest.mark.parametrize("name", ("ops", "backends", "launch"))
+@pytest.mark.parametrize("name", ("ops", "fused", "backends", "launch"))
 def test_examples_in_docstrings(name: str) -> None:
     module = importlib.import_module(f"normswap_kernels.{name}")
     results = doctest.testmod(module)
     assert results.attempted and not results.failed
 
 
-@pytest.mark.parametrize("shape", ((5,), (3, 7), (2, 3, 4)))
-@pytest.mark.parametrize("offset", (0.0, 1.0))
-def test_gradients_are_those_of_the_oracle(kind: str, offset: float, shape: tuple[int, ...]) -> None:
-    def leaf(*size: int) -> torch.Tensor:
-        return torch.randn(*size, dtype=torch.float64, requires_grad=True)
-
-    ours = leaf(*shape), leaf(shape[-1]), leaf(shape[-1])
+@pytest.mark.parametrize("shape", ((8,), (3, 8), (2, 3, 12)))
+def test_results_and_gradients_are_those_of_the_oracle(case: str, shape: tuple[int, ...]) -> None:
+    _, call, _ = CALLS[case]
+    ours = [t.requires_grad_() for t in tensors_of(case, shape, FP64)]
     theirs = [t.detach().clone().requires_grad_() for t in ours]
-    grad = torch.randn(shape, dtype=torch.float64)
-    OPERATIONS[kind](*ours, eps=EPS, offset=offset).backward(grad)
-    exact(kind, *theirs, eps=EPS, offset=offset).backward(grad)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-9)
-    assert torch.autograd.gradcheck(lambda *a: OPERATIONS[kind](*a, eps=EPS, offset=offset), ours)
-    assert torch.autograd.gradgradcheck(lambda *a: OPERATIONS[kind](*a, eps=EPS, offset=offset), ours)
+    results, expected = listed(call(*ours)), listed(oracle(case, formula_of(case, FP64), *theirs))
+    grads = [torch.randn_like(result) for result in results]
+    torch.autograd.backward(results, grads)
+    torch.autograd.backward(expected, grads)
+    for a, b in zip(results, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert (mine.grad is None) == (its.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_without_parameters_and_in_mixed_dtypes(kind: str) -> None:
-    x = torch.randn(4, 6, dtype=BF16, requires_grad=True)
-    weight = torch.randn(6, requires_grad=True)
-    OPERATIONS[kind](x, eps=EPS).sum().backward()
-    assert x.grad is not None and x.grad.dtype == BF16
-    OPERATIONS[kind](x.detach(), weight, eps=EPS, round_dtype=BF16).sum().backward()
-    assert weight.grad is not None and weight.grad.dtype == FP32
+def test_first_and_second_derivatives_are_those_of_finite_differences(case: str) -> None:
+    _, call, _ = CALLS[case]
+    x, other, weight, bias = (t.requires_grad_() for t in tensors_of(case, (3, 8), FP64))
+
+    def function(*arguments: Tensor) -> Any:
+        return call(*arguments) if "gate" not in case else call(*arguments, bias)
+
+    given = {True: (x, other, weight), False: (x, other, weight, bias)}["gate" in case]
+    if "gate" not in case and "add" not in case:
+        given = (x, weight, bias)
+        assert torch.autograd.gradcheck(lambda a, w, b: call(a, other, w, b), given)
+        assert torch.autograd.gradgradcheck(lambda a, w, b: call(a, other, w, b), given)
+        return
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+def test_the_sum_alone_may_be_used() -> None:
+    for call in (add_rms_norm, add_layer_norm):
+        x, residual = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+        _, summed = call(x, residual, eps=EPS)
+        (3 * summed).sum().backward()
+        assert torch.equal(x.grad, torch.full((2, 4), 3.0)) and torch.equal(residual.grad, x.grad)
+        x.grad.zero_()
+        assert residual.grad.count_nonzero() == 8
+
+
+def test_gradients_in_mixed_dtypes_have_the_dtype_of_their_own_tensor(case: str) -> None:
+    name, call, _ = CALLS[case]
+    x = torch.randn(4, 8, dtype=BF16, requires_grad=True)
+    other = torch.randn(4, 8, requires_grad=True)
+    weight, bias = torch.randn(8, requires_grad=True), torch.randn(8, dtype=BF16, requires_grad=True)
+    sum(result.float().sum() for result in listed(call(x, other, weight, bias))).backward()
+    assert x.grad is not None and x.grad.dtype == BF16 and weight.grad is not None and weight.grad.dtype == FP32
+    if name == "rms_norm":
+        assert other.grad is None and bias.grad is not None and bias.grad.dtype == BF16
+
+
+def test_frozen_parameters_get_no_gradient(case: str) -> None:
+    _, call, _ = CALLS[case]
+    x, other, weight, bias = tensors_of(case, (4, 8), FP32)
+    x.requires_grad_()
+    sum(result.sum() for result in listed(call(x, other, weight, bias))).backward()
+    assert x.grad is not None and weight.grad is None and bias.grad is None
 
 
 def test_gradients_in_bf16_are_near_the_eager_classs() -> None:
@@ -74,144 +111,85 @@ def test_gradients_in_bf16_are_near_the_eager_classs() -> None:
     x = torch.randn(50, 64).to(BF16).requires_grad_()
     grad = torch.randn(50, 64).to(BF16)
     truth = x.detach().double().requires_grad_()
-    exact("rms", truth, norm.weight.detach(), eps=EPS).backward(grad.double())
+    exact(formula_of("rms", FP64, eps=1e-6), truth, norm.weight.detach())[0].backward(grad.double())
     norm(x).backward(grad)
     theirs = (x.grad.double() - truth.grad).abs().max()
     x.grad = None
-    rms_norm(x, norm.weight, eps=EPS, round_dtype=BF16).backward(grad)
+    rms_norm(x, norm.weight, eps=1e-6, round_dtype=BF16).backward(grad)
     assert (x.grad.double() - truth.grad).abs().max() <= 2 * theirs
 
 
-@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
-def test_opcheck(kind: str, dtype: torch.dtype) -> None:
-    op = {"rms": ops._rms_norm_op, "layer": ops._layer_norm_op}[kind]
-    x = torch.randn(4, 3, 32).to(dtype)
-    weight = torch.randn(32)
-    torch.library.opcheck(op, (x.transpose(0, 1), weight, None, EPS, 0.0, dtype, dtype, "auto"))
-    x.requires_grad_(), weight.requires_grad_()
-    torch.library.opcheck(op, (x, weight, torch.randn(32, requires_grad=True), EPS, 1.0, None, FP32, "cpu"))
-
-
-@pytest.mark.parametrize("dynamic", (False, True))
-def test_compiles_to_one_graph(kind: str, dynamic: bool) -> None:
-    torch.compiler.reset()
-    weight = torch.randn(32, requires_grad=True)
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return OPERATIONS[kind](x, weight, eps=EPS, round_dtype=x.dtype).sin()
-
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for rows in (3, 8):
-        x = torch.randn(rows, 32)
-        assert torch.equal(compiled(x), model(x))
-        compiled(x).sum().backward()
-        with torch.no_grad():
-            assert torch.equal(compiled(x), model(x))
-    assert weight.grad is not None
-
-
-def test_meta_tensors_give_meta_tensors(kind: str) -> None:
-    x = torch.empty(2, 8, device="meta", dtype=BF16)
-    result = OPERATIONS[kind](x, eps=EPS, out_dtype=FP32)
-    assert result.is_meta and result.shape == x.shape and result.dtype == FP32
-
-
-def test_fake_tensors_match_in_strides(kind: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    x = torch.randn(2, 3, 4, 8).transpose(1, 2)
-    with FakeTensorMode() as mode:
-        fake = OPERATIONS[kind](mode.from_tensor(x), eps=EPS)
-    assert fake.stride() == OPERATIONS[kind](x, eps=EPS).stride()
-
-
-def test_vmap(kind: str) -> None:
-    x, weights = torch.randn(5, 4, 8), torch.randn(5, 8)
-    expected = torch.stack([OPERATIONS[kind](r, w, eps=EPS) for r, w in zip(x, weights, strict=True)])
-    assert torch.equal(torch.vmap(lambda r, w: OPERATIONS[kind](r, w, eps=EPS))(x, weights), expected)
-    assert torch.equal(
-        torch.vmap(lambda r: OPERATIONS[kind](r, eps=EPS), in_dims=1)(x)[:, 2], OPERATIONS[kind](x, eps=EPS)[2]
-    )
-
-
-def test_a_dispatch_mode_sees_one_operation(kind: str) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        OPERATIONS[kind](torch.ones(2, 4), eps=EPS)
-    assert [name for name in seen if name.startswith("normswap")] == [f"normswap.{kind}_norm.default"]
-
-
 @pytest.mark.parametrize("shape", ((0, 8), (3, 0), (0,), (2, 0, 8)))
-def test_empty_inputs(kind: str, shape: tuple[int, ...]) -> None:
-    assert OPERATIONS[kind](torch.ones(shape), torch.ones(shape[-1]), eps=EPS).shape == shape
+def test_empty_inputs(case: str, shape: tuple[int, ...]) -> None:
+    _, call, _ = CALLS[case]
+    if case == "rms partial" and not shape[-1]:
+        pytest.skip("a part of nothing is refused")
+    tensors = [t.requires_grad_() for t in tensors_of(case, shape, FP32)]
+    results = listed(call(*tensors))
+    assert all(result.shape == shape for result in results)
+    sum(result.sum() for result in results).backward()
+    assert tensors[0].grad.shape == shape and tensors[2].grad.count_nonzero() == 0
 
 
-X = torch.ones(2, 8)
+def test_a_gain_for_each_head_is_a_gain_for_each_group() -> None:
+    x, weight = torch.randn(5, 4, 8), torch.randn(4, 8)
+    for call in (rms_norm, layer_norm):
+        per_head = call(x, weight, weight, eps=EPS)
+        grouped = call(x.flatten(1), weight.flatten(), weight.flatten(), eps=EPS, groups=4)
+        torch.testing.assert_close(per_head.flatten(1), grouped, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    (
-        ((None,), {}, TypeError, "expected x to be a tensor, got NoneType"),
-        ((X.int(),), {}, TypeError, "expected x of dtype float32, float16, bfloat16.*got torch.int32: convert"),
-        ((torch.tensor(1.0),), {}, ValueError, "expected x of shape .*pass at least one row"),
-        ((X, torch.ones(7)), {}, ValueError, r"expected weight of shape \(8,\).*got \(7,\): pass"),
-        ((X, torch.ones(1, 8)), {}, ValueError, r"expected weight of shape \(8,\).*got \(1, 8\)"),
-        ((X, None, torch.ones(9)), {}, ValueError, r"expected bias of shape \(8,\).*got \(9,\)"),
-        ((X, torch.ones(8).int()), {}, TypeError, "expected weight of dtype .*got torch.int32: convert"),
-        ((X, [1.0] * 8), {}, TypeError, "expected weight to be a tensor or None, got list"),
-        ((X, torch.ones(8, device="meta")), {}, ValueError, "expected weight on the device of x, cpu, got meta: move"),
-        ((X,), {"eps": -1e-6}, ValueError, "expected a finite eps of 0 or more, got -1e-06: pass"),
-        ((X,), {"eps": float("nan")}, ValueError, "expected a finite eps of 0 or more, got nan"),
-        ((X,), {"eps": "1e-6"}, TypeError, "expected eps and offset to be numbers, got str"),
-        ((X,), {"round_dtype": torch.int8}, TypeError, "expected round_dtype and out_dtype to be floating"),
-        ((X,), {"out_dtype": torch.int8}, TypeError, "expected round_dtype and out_dtype to be floating"),
-        ((X,), {"backend": "cuda"}, ValueError, "expected a backend among auto, triton, cpu, interpret, got 'cuda'"),
-        ((X,), {"backend": "triton"}, BackendUnavailable, "got device 'cpu': move the tensors to a GPU, or choose"),
-    ),
-)
-def test_bad_input_is_refused_in_words(
-    kind: str, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message) as caught:
-        OPERATIONS[kind](*arguments, **{"eps": EPS, **options})
-    assert "\n" not in str(caught.value)
+def test_the_sum_is_rounded_before_the_statistics_or_kept() -> None:
+    x, residual = torch.randn(64, 32, dtype=BF16), 40 * torch.randn(64, 32, dtype=BF16)
+    y, summed = add_rms_norm(x, residual, eps=EPS)
+    assert torch.equal(summed, x + residual) and torch.equal(y, rms_norm(x + residual, eps=EPS))
+    y, summed = add_rms_norm(x, residual, eps=EPS, sum_dtype=FP32, out_dtype=BF16)
+    assert summed.dtype == FP32 and torch.equal(summed, x.float() + residual.float())
+    assert torch.equal(y, rms_norm(summed, eps=EPS, out_dtype=BF16))
+    y, summed = add_layer_norm(x, residual.float(), eps=EPS)
+    assert y.dtype == summed.dtype == FP32
 
 
-def test_backends_resolve_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_backend("auto", "cpu") == check_backend("cpu", torch.device("cpu")) == "cpu"
-    assert check_backend("auto", "meta") == "cpu"
-    assert check_backend("triton", "meta") == "triton"
-    with pytest.raises(BackendUnavailable, match="no implementation for device 'mps': move"):
-        check_backend("auto", "mps")
-    for backend in ("cpu", "interpret"):
-        with pytest.raises(BackendUnavailable, match=f"backend '{backend}' takes CPU tensors, got device 'cuda': move"):
-            check_backend(backend, "cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for backend in ("auto", "triton"):
-        with pytest.raises(BackendUnavailable, match="sees no 'cuda' device: check the driver"):
-            check_backend(backend, "cuda")
+def test_l2_is_torchs() -> None:
+    x = torch.cat([torch.randn(6, 16), torch.zeros(1, 16)])
+    ours = rms_norm(x, eps=1e-12, eps_position="clamp", reduction="sum")
+    torch.testing.assert_close(ours, nn.functional.normalize(x, dim=-1), rtol=1e-6, atol=0)
 
 
-def test_interpreter_after_a_compiled_import_is_refused() -> None:
-    pytest.importorskip("triton.language")
-    with pytest.raises(BackendUnavailable, match="start a new process with TRITON_INTERPRET=1"):
-        rms_norm(X, eps=EPS, backend="interpret")
+@pytest.mark.parametrize("dtype", (torch.int8, torch.float8_e4m3fn), ids=str)
+def test_quantizing_is_the_norm_and_then_the_oracles_quantization(dtype: torch.dtype) -> None:
+    x, weight = 3 * torch.randn(40, 64, dtype=BF16), torch.randn(64, dtype=BF16)
+    x[3] = 0
+    values, scales = rms_norm_quant(x, weight, eps=EPS, dtype=dtype, round_dtype=BF16)
+    expected, its_scales = quantized(rms_norm(x, weight, eps=EPS, round_dtype=BF16), dtype)
+    assert torch.equal(values.float(), expected.float()) and torch.equal(scales, its_scales)
+    assert values.dtype == dtype and scales.dtype == FP32
+    x[5, 7], x[6, 2] = torch.nan, torch.inf
+    values, scales = rms_norm_quant(x, weight, eps=EPS, dtype=dtype)
+    assert not (values.float() * scales)[5:7].isfinite().any() and scales[4].isfinite()
 
 
-def test_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "triton", raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    with pytest.raises(BackendUnavailable, match="needs the package triton, which is not installed: pip install"):
-        check_backend("interpret", "cpu")
+def test_quantizing_is_not_recorded() -> None:
+    values, scales = rms_norm_quant(torch.randn(2, 8, requires_grad=True), eps=EPS)
+    assert not values.requires_grad and not scales.requires_grad
+
+
+def test_results_do_not_depend_on_gradients_being_wanted(case: str) -> None:
+    _, call, _ = CALLS[case]
+    tensors = tensors_of(case, (6, 48), BF16)
+    without = listed(call(*tensors))
+    recorded = listed(call(*(t.requires_grad_() for t in tensors)))
+    for a, b in zip(without, recorded, strict=True):
+        assert torch.equal(a, b) and b.requires_grad
+
+
+def test_rounded_oracle_is_near_the_operation(case: str) -> None:
+    _, call, _ = CALLS[case]
+    tensors = tensors_of(case, (16, 48), FP16)
+    for a, b in zip(
+        listed(call(*tensors)), listed(oracle(case, formula_of(case, FP16), *tensors, rounded)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=2**-10, atol=1e-6)
 
 
 def test_layers_are_stateless_and_do_what_they_replace() -> None:

@@ -125,9 +125,9 @@ def layer_norm(
         and not offset
         and type(x) is Tensor
         and x.is_cpu
+        and plain((x, weight, bias))
         and (weight is None or weight.dtype is x.dtype)
         and (bias is None or bias.dtype is x.dtype)
-        and plain((x, weight, bias))
     ):
         # On the CPU this is torch's own operation, which validates faster than Python does.
         try:

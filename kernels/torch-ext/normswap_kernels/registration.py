@@ -165,8 +165,10 @@ def run_quantize(
     formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Run the quantizing norm, likewise; returns values and scales."""
-    tensors = x, weight, bias
-    if plain(tensors) and not recorded(tensors):
+    tensors: Any = x, weight, bias
+    if recorded(tensors):
+        tensors = tuple(None if t is None else t.detach() for t in tensors)
+    if plain(tensors):
         return engine.quantize(formula, *tensors, dtype, backend)
     _refuse_transforms("rms_norm_quant", tensors)
     values, scales = QUANTIZE(*tensors, *_flat(formula), dtype, backend)
@@ -187,8 +189,8 @@ def _namespaced(name: str) -> str:
 
 
 def _run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors, formula, (save, backend) = _split(arguments, _N_TENSORS)
-    return _filled(arguments[0], *engine.forward(formula, *tensors, save, backend))
+    (x, residual, gate, weight, bias), formula, (save, backend) = _split(arguments, _N_TENSORS)
+    return _filled(x, *engine.forward(formula, x, residual, gate, weight, bias, save, backend))
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -197,9 +199,10 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (*tensors, scale, mean), formula, (weight_grad, backend) = _split(arguments, 8)
-    statistics = scale, mean if formula.kind == "layer" else None
-    return _filled(tensors[2], *engine.backward(formula, *tensors, *statistics, weight_grad, backend))
+    (grad, grad_sum, row, gate, weight, bias_dtype, scale, mean), formula, (weight_grad, backend) = _split(arguments, 8)
+    mean = mean if formula.kind == "layer" else None
+    found = engine.backward(formula, grad, grad_sum, row, gate, weight, bias_dtype, scale, mean, weight_grad, backend)
+    return _filled(row, *found)
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -208,8 +211,8 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _run_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
-    tensors, formula, (dtype, backend) = _split(arguments, 3)
-    return engine.quantize(formula, *tensors, dtype, backend)
+    (x, weight, bias), formula, (dtype, backend) = _split(arguments, 3)
+    return engine.quantize(formula, x, weight, bias, dtype, backend)
 
 
 def _fake_quantize(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -267,7 +270,8 @@ def _backward_gradient(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """Differentiate the gradients, by torch's own differentiation of their closed formula."""
     with torch.enable_grad():
         leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
-        outputs = closed_form(ctx.formula, *leaves, ctx.bias_dtype)
+        grad, grad_sum, row, gate, weight = leaves
+        outputs = closed_form(ctx.formula, grad, grad_sum, row, gate, weight, ctx.bias_dtype)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
         inputs = [leaf for leaf in leaves if leaf is not None]
         found = iter(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))

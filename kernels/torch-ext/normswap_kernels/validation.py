@@ -70,7 +70,7 @@ def check_norm(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor 
         raise TypeError(f"expected eps and offset to be numbers, got {kinds}: pass floats")
     if not 0 <= eps < math.inf:
         raise ValueError(f"expected a finite eps of 0 or more, got {eps}: pass the norm's own eps")
-    if not math.isfinite(offset):
+    if not -math.inf < offset < math.inf:
         raise ValueError(f"expected a finite offset, got {offset}: pass 1.0 for the gain 1 + w, else 0.0")
     middle, out = formula.round_dtype, formula.out_dtype
     if not (out in INPUT_DTYPES and (middle is None or middle in INPUT_DTYPES)):
