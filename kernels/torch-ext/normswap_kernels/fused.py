@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .formula import Activation, Formula, GatePosition, Kind, product_rounding
 from .registration import run, run_quantize
-from .validation import check_companion, check_input, check_norm, check_options, check_quantized
+from .validation import check_companion, check_input, check_norm, check_options, check_quantized, check_rounding
 
 
 def add_rms_norm(
@@ -259,6 +259,7 @@ def _add(
 ) -> tuple[Tensor, Tensor]:
     check_input(x)
     check_companion("residual", residual, x)
+    check_rounding("sum_dtype", sum_dtype)
     total = sum_dtype
     if total is None:
         total = x.dtype if residual.dtype is x.dtype else torch.promote_types(x.dtype, residual.dtype)
@@ -266,8 +267,6 @@ def _add(
     product_dtype = product_rounding(round_dtype, out_dtype, weight, bias)
     formula = Formula(kind, eps, offset, round_dtype, product_dtype, out_dtype, sum_dtype=total)
     check_norm(formula, x, weight, bias)
-    if sum_dtype is not None:
-        check_options(formula, x, weight, bias)
     y, summed = run(name, formula, x, residual, None, weight, bias, backend)
     assert summed is not None
     return y, summed

@@ -122,7 +122,7 @@ def layer_norm(
         and out_dtype is None
         and groups == 1
         and eps_position == "inside"
-        and not offset
+        and offset == 0.0
         and type(x) is Tensor
         and x.is_cpu
         and plain((x, weight, bias))

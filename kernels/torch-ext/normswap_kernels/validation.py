@@ -109,11 +109,17 @@ def check_options(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tens
         if value not in offered:
             shown = ", ".join(repr(each) for each in offered if each != "none")
             raise ValueError(f"expected {name} among {shown}, got {value!r}: pass one of them")
-    for name, dtype in (("product_dtype", formula.product_dtype), ("sum_dtype", formula.sum_dtype)):
-        if dtype is not None and dtype not in INPUT_DTYPES:
-            raise TypeError(
-                f"expected {name} to be a floating dtype of torch, got {dtype}: pass float32 or a narrower one"
-            )
+    check_rounding("product_dtype", formula.product_dtype)
+
+
+def check_rounding(name: str, dtype: object) -> None:
+    """Refuse a dtype that nothing is rounded to.
+
+    Raises:
+        TypeError: neither None nor a floating dtype that is computed in.
+    """
+    if dtype is not None and dtype not in INPUT_DTYPES:
+        raise TypeError(f"expected {name} to be a floating dtype of torch, got {dtype}: pass float32 or a narrower one")
 
 
 def check_quantized(dtype: object) -> None:
