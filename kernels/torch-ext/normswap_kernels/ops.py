@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .formula import EpsPosition, Formula, Kind, Reduction, product_rounding
-from .registration import plain, run
+from .registration import outside_of_eager, run
 from .validation import check_input, check_norm, check_options
 
 
@@ -116,24 +118,23 @@ def layer_norm(
         >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
+    # On the CPU this is torch's own operation, which validates faster than Python can: at one row that counts.
     if (
-        backend == "auto"
-        and round_dtype is None
+        round_dtype is None
         and out_dtype is None
         and groups == 1
-        and eps_position == "inside"
         and offset == 0.0
+        and eps_position == "inside"
+        and backend == "auto"
         and type(x) is Tensor
         and x.is_cpu
-        and plain((x, weight, bias))
-        and (weight is None or weight.dtype is x.dtype)
-        and (bias is None or bias.dtype is x.dtype)
+        and not outside_of_eager()
     ):
-        # On the CPU this is torch's own operation, which validates faster than Python does.
         try:
-            if 0 <= eps < float("inf"):
-                return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        except (AttributeError, IndexError, RuntimeError, TypeError):
+            if 0 <= eps < math.inf:
+                return torch.layer_norm(x, (x.size(-1),), weight, bias, eps, False)
+        except (IndexError, RuntimeError, TypeError):
+            # In words below, or by an implementation that takes more dtypes.
             pass
     check_input(x)
     formula = _formula("layer", x, weight, bias, eps, offset, round_dtype, out_dtype, groups, None, eps_position)

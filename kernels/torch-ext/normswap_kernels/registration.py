@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from . import engine
 from .formula import Formula
@@ -39,17 +40,27 @@ _N_TENSORS = 5
 _N_FORMULA = len(Formula._fields)
 
 
+def outside_of_eager(
+    _compiling: Callable[[], bool] = torch.compiler.is_compiling,
+    _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active,
+    _n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack,
+) -> bool:
+    """Whether something stands between Python and the tensors that must see one operation.
+
+    The compiler, the transforms of ``torch.func``, which hide behind plain tensors, dispatch modes (fake tensors,
+    counters), or forward-mode differentiation.
+    """
+    return bool(_compiling() or _transforming() or _n_modes() or forward_ad._current_level >= 0)
+
+
 def plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether the engine may be called past torch's dispatcher, which costs more than a short row."""
-    if torch.compiler.is_compiling():
+    if outside_of_eager():
         return False
     for t in tensors:
-        if t is not None and ((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta):
+        if t is not None and ((type(t) is not Tensor and type(t) is not Parameter) or t.is_meta):
             return False
-    # Transforms hide behind plain tensors; dispatch modes (fake tensors, counters) must see one operation.
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()) and (
-        forward_ad._current_level < 0
-    )
+    return True
 
 
 def recorded(tensors: tuple[Tensor | None, ...]) -> bool:
