@@ -31,8 +31,9 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "kernels" / "torch-ext"))
+# Else kernels.py, which lies beside this file, is taken for the package of that name.
+sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels" / "torch-ext"))
 
 import normswap_kernels
 from normswap_kernels import backends, norm_forward
