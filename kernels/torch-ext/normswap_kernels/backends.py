@@ -45,7 +45,7 @@ def check_backend(backend: str, device: torch.device | str) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected a backend among {', '.join(BACKENDS)}, got {backend!r}")
-    return _resolve(backend, torch.device(device).type)
+    return _resolve(backend, device.type if isinstance(device, torch.device) else torch.device(device).type)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def forward(
         BackendUnavailable: the backend cannot run here.
         TypeError: float64 in a Triton kernel.
     """
-    resolved = check_backend(backend, x.device)
+    resolved = _resolve(backend, x)
     if resolved == "cpu":
         return cpu.forward(formula, x, residual, gate, weight, bias, save)
     _refuse_float64(x.dtype, formula.round_dtype, formula.product_dtype, formula.out_dtype, formula.sum_dtype)
@@ -100,7 +100,7 @@ def backward(
     Returns:
         The gradients.
     """
-    resolved = check_backend(backend, row.device)
+    resolved = _resolve(backend, row)
     if resolved == "cpu":
         return cpu.backward(formula, grad, grad_sum, row, gate, weight, bias_dtype, scale, mean, weight_grad)
     found = allocate_gradients(formula, row, gate, weight, bias_dtype, weight_grad)
@@ -140,7 +140,7 @@ def quantize(
     Returns:
         Values ``(..., N)`` of ``dtype`` and scales ``(..., 1)`` in float32.
     """
-    resolved = check_backend(backend, x.device)
+    resolved = _resolve(backend, x)
     if resolved == "cpu":
         return cpu.quantize(formula, x, weight, bias, dtype)
     _refuse_float64(x.dtype, formula.round_dtype, formula.product_dtype, formula.out_dtype)
@@ -209,6 +209,11 @@ def view_rows(formula: Formula, x: Tensor, weight: Tensor | None) -> Rows:
     """Say how the tensors of a call are viewed as rows."""
     per_head = weight is not None and weight.dim() == 2
     return find_rows(x, formula.groups, per_head, results_order(formula, x, weight))
+
+
+def _resolve(backend: str, x: Tensor) -> str:
+    # A shortcut: asking for the device and its kind takes longer than the sum of a row.
+    return "cpu" if backend == "auto" and x.is_cpu else check_backend(backend, x.device)
 
 
 def _parameter(parameter: Tensor | None, rows: Rows) -> Tensor | None:

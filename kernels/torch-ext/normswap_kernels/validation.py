@@ -61,8 +61,8 @@ def check_norm(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor 
         _check_parameter("weight", weight, x)
     if bias is not None:
         _check_parameter("bias", bias, x)
-        expected = x.shape[-1:] if weight is None else weight.shape
-        if bias.shape != expected:
+        if bias.dim() == 2 if weight is None else bias.shape != weight.shape:
+            expected = x.shape[-1:] if weight is None else weight.shape
             raise ValueError(f"expected bias of shape {tuple(expected)}, got {tuple(bias.shape)}: reshape it")
     eps, offset = formula.eps, formula.offset
     if not (isinstance(eps, (int, float)) and isinstance(offset, (int, float))):
@@ -137,9 +137,12 @@ def _check_parameter(name: str, parameter: object, x: Tensor) -> None:
         raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}: pass a torch.Tensor")
     if parameter.dtype != x.dtype and parameter.dtype not in PARAMETER_DTYPES:
         raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
-    shape = x.shape
-    if parameter.shape != shape[-1:] and not (parameter.dim() == 2 and parameter.shape == shape[-2:]):
-        width = shape[-1]
+    width = x.size(-1)
+    fits = (
+        parameter.size(0) == width if parameter.dim() == 1 else parameter.dim() == 2 and parameter.shape == x.shape[-2:]
+    )
+    if not fits:
+        shape = x.shape
         raise ValueError(
             f"expected {name} of shape ({width},) for rows of {width}, or {tuple(shape[-2:])} for a gain of each head, "
             f"got {tuple(parameter.shape)}: pass the parameter of a norm of this width"
