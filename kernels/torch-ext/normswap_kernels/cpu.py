@@ -1,20 +1,22 @@
 """The CPU implementation: which way a call is computed.
 
-LayerNorm with one rounding is torch's own kernel, which reads and writes each row once. The rest goes through
-`cpu_blocks`. Tensors have the shapes of the public operations.
+LayerNorm with one rounding is torch's own kernel, which reads and writes each row once. What `cpu_compiled` covers is
+compiled, where there is a compiler. The rest goes through `cpu_blocks`. Tensors have the shapes of the public
+operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from . import cpu_blocks as blocks
+from . import cpu_compiled as compiled
+from .cpu_library import library
 from .formula import Formula
 from .gradients import Gradients
-from .reference import QUANTIZED_MAXIMUM
 from .rows import empty_rows, empty_statistics, find_rows, row_order
 
 # A backward needs more buffers at a time than a forward.
@@ -50,8 +52,12 @@ def forward(
     """
     if formula.kind == "layer" and _is_native(formula, x, weight, bias):
         return _native_layer_norm(formula, x, residual, weight, bias, save)
+    width = x.size(-1) // formula.groups
+    plan = compiled.plan_forward(formula, x.dtype, None if residual is None else residual.dtype, width)
+    loaded = None
+    if plan is not None and compiled.takes(weight) and compiled.takes(bias):
+        loaded = library()
     compute = blocks.compute_dtype(x)
-    applied = blocks.parameters(formula, weight, bias, compute)
     layer, numel = formula.kind == "layer", x.numel()
     if (
         0 < numel <= blocks.BLOCK
@@ -62,28 +68,39 @@ def forward(
     ):
         y = torch.empty_like(x, dtype=formula.out_dtype)
         summed = None if residual is None else torch.empty_like(x, dtype=formula.sum_dtype)
-        rstd = torch.empty((*x.shape[:-1], 1), dtype=compute) if save else None
+        rstd = torch.empty((*x.shape[:-1], 1), dtype=compute, device="cpu") if save else None
         mean = torch.empty_like(rstd) if rstd is not None and layer else None
-        blocks.forward(formula, x, residual, gate, applied, y, summed, rstd, mean)
+        if loaded is not None and plan is not None:
+            heads = x.size(-2) if _is_per_head(weight, bias) else 1
+            shape = numel // (heads * width), heads, width
+            compiled.forward(loaded, plan, shape, x, residual, weight, bias, y, summed, rstd)
+        else:
+            applied = blocks.parameters(formula, weight, bias, compute)
+            blocks.forward(formula, x, residual, gate, applied, y, summed, rstd, mean)
         return y, summed, rstd, mean
 
     per_head = _is_per_head(weight, bias)
     order = None if layer else row_order(x, 1 + per_head)
     y = empty_rows(x, formula.out_dtype, order)
-    summed = None if residual is None else empty_rows(x, _sum_dtype(formula, x), order)
+    summed = None if residual is None else empty_rows(x, formula.sum_dtype or x.dtype, order)
     rstd = empty_statistics(x, formula.groups, order) if save else None
     mean = empty_statistics(x, formula.groups, order) if save and layer else None
     if not numel:
         return y, summed, rstd, mean
     rows = find_rows(x, formula.groups, per_head, order)
+    added = None if residual is None else rows.view(residual)
+    if loaded is not None and plan is not None:
+        # The results lie densely in the order of these views.
+        compiled.forward(loaded, plan, rows.shape, rows.view(x), added, weight, bias, y, summed, rstd)
+        return y, summed, rstd, mean
+    applied = blocks.parameters(formula, weight, bias, compute)
     gain, shift = (None if p is None else p.reshape(rows.shape[1:]) for p in applied[:2])
     applied = blocks.Parameters(gain, shift, applied.narrow)
-    tensors = [None if t is None else rows.view(t) for t in (x, residual, gate, y, summed)]
+    tensors = [rows.view(x), added, *(None if t is None else rows.view(t) for t in (gate, y, summed))]
     statistics = [None if t is None else rows.view_statistics(t).unsqueeze(-1) for t in (rstd, mean)]
-    for part in _parts([*tensors, *statistics], rows.shape, blocks.BLOCK):
-        a, b, c, *results = part
-        assert a is not None and results[0] is not None
-        blocks.forward(formula, a, b, c, applied, *results)
+    for a, b, c, result, total, scale, centre in _parts([*tensors, *statistics], rows.shape, blocks.BLOCK):
+        assert a is not None and result is not None
+        blocks.forward(formula, a, b, c, applied, result, total, scale, centre)
     return y, summed, rstd, mean
 
 
@@ -121,26 +138,48 @@ def backward(
     """
     compute = blocks.compute_dtype(row)
     per_head = _is_per_head(weight, None)
-    order = row_order(row, 1 + per_head)
+    order = None if formula.kind == "layer" else row_order(row, 1 + per_head)
     rows = find_rows(row, formula.groups, per_head, order)
     shape = rows.shape[1:]
     drow = empty_rows(row, row.dtype, order)
     dgate = None if gate is None else empty_rows(row, gate.dtype, order)
-    dgain = torch.zeros(shape, dtype=compute) if weight is not None and weight_grad else None
-    dshift = None if bias_dtype is None else torch.zeros(shape, dtype=compute)
+    dgain = torch.zeros(shape, dtype=compute, device="cpu") if weight is not None and weight_grad else None
+    dshift = None if bias_dtype is None else torch.zeros(shape, dtype=compute, device="cpu")
     if row.numel():
-        gain = blocks.parameters(formula._replace(round_dtype=None), weight, None, compute).gain
-        gain = None if gain is None else gain.to(compute).reshape(shape)
         tensors = [None if t is None else rows.view(t) for t in (grad, grad_sum, row, gate, drow, dgate)]
-        statistics = [None if t is None else rows.view_statistics(t).unsqueeze(-1) for t in (rstd, mean)]
-        for part in _parts([*tensors, *statistics], rows.shape, _BACKWARD_BLOCK):
-            a, b, c, d, e, f, scale, centre = part
-            assert a is not None and c is not None and e is not None and scale is not None
-            blocks.backward(formula, a, b, c, d, gain, scale, centre, e, f, dgain, dshift)
+        statistics = [None if t is None else rows.view_statistics(t) for t in (rstd, mean)]
+        _run_backward(formula, rows.shape, tensors, statistics, weight, dgain, dshift)
     dweight = None if dgain is None or weight is None else dgain.to(weight.dtype).reshape(weight.shape)
     parameter = row.shape[-1:] if weight is None else weight.shape
     dbias = None if dshift is None or bias_dtype is None else dshift.to(bias_dtype).reshape(parameter)
     return Gradients(drow, dgate, dweight, dbias)
+
+
+def _run_backward(
+    formula: Formula,
+    shape: tuple[int, int, int],
+    tensors: list[Tensor | None],
+    statistics: list[Tensor | None],
+    weight: Tensor | None,
+    dgain: Tensor | None,
+    dshift: Tensor | None,
+) -> None:
+    grad, grad_sum, row, _, drow, _ = tensors
+    rstd, mean = statistics
+    assert grad is not None and row is not None and drow is not None and rstd is not None
+    if compiled.covers_backward(formula, grad, grad_sum, row) and compiled.takes(weight):
+        loaded = library()
+        if loaded is not None and loaded.backward is not None:
+            compiled.backward(loaded, formula, shape, grad, grad_sum, row, weight, rstd, mean, drow, dgain, dshift)
+            return
+    gain = None if weight is None else weight.to(blocks.compute_dtype(row)).reshape(shape[1:])
+    if gain is not None and formula.offset:
+        gain = gain + formula.offset
+    columns = [None if t is None else t.unsqueeze(-1) for t in statistics]
+    for part in _parts([*tensors, *columns], shape, _BACKWARD_BLOCK):
+        a, b, c, d, e, f, scale, centre = part
+        assert a is not None and c is not None and e is not None and scale is not None
+        blocks.backward(formula, a, b, c, d, gain, scale, centre, e, f, dgain, dshift)
 
 
 def quantize(
@@ -158,13 +197,19 @@ def quantize(
     Returns:
         Values ``(..., N)`` of ``dtype`` and scales ``(..., 1)`` in float32, as `reference.quantized` has them.
     """
-    assert dtype in QUANTIZED_MAXIMUM
-    values = torch.empty(x.shape, dtype=dtype)
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
+    values = torch.empty(x.shape, dtype=dtype, device="cpu")
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device="cpu")
     if not values.numel():
         return values, scales.zero_()
     rows = find_rows(x, 1, False)
-    views = [rows.view(x), rows.view(values), rows.view_statistics(scales).unsqueeze(-1)]
+    rows_of_x = rows.view(x)
+    plan = compiled.plan_forward(formula, x.dtype, None, x.size(-1), dtype)
+    if plan is not None and compiled.takes(weight) and compiled.takes(bias):
+        loaded = library()
+        if loaded is not None and loaded.quantizes:
+            compiled.forward(loaded, plan, rows.shape, rows_of_x, None, weight, bias, None, None, None, values, scales)
+            return values, scales
+    views = [rows_of_x, rows.view(values), rows.view_statistics(scales).unsqueeze(-1)]
     for a, b, c in _parts(views, rows.shape, blocks.BLOCK):
         assert a is not None and b is not None and c is not None
         y = forward(formula, a.squeeze(1), None, None, weight, bias, False)[0]
@@ -218,12 +263,8 @@ def _is_per_head(weight: Tensor | None, bias: Tensor | None) -> bool:
     return (weight is not None and weight.dim() == 2) or (bias is not None and bias.dim() == 2)
 
 
-def _sum_dtype(formula: Formula, x: Tensor) -> torch.dtype:
-    return x.dtype if formula.sum_dtype is None else formula.sum_dtype
-
-
 def _parts(
-    tensors: list[Tensor | None], shape: tuple[int, int, int], block: int
+    tensors: Sequence[Tensor | None], shape: tuple[int, int, int], block: int
 ) -> Iterator[tuple[Tensor | None, ...]]:
     """Cut views of ``(R, G, D)`` into blocks of rows."""
     count, heads, width = shape

@@ -276,18 +276,22 @@ def _passed(formula: Formula, v: Tensor, square: Tensor, root: Tensor) -> Tensor
 
 
 def _activate(formula: Formula, gate: Tensor, activated: Tensor, scratch: Tensor, slope: Tensor | None = None) -> None:
+    # The same function forward and backward: what is centred by a saved mean must be what the mean was taken of. And
+    # neither torch.sigmoid nor silu, which treat the last elements of a thread's share otherwise than the rest, so
+    # that a row's result would depend on the rows beside it.
     scratch.copy_(gate)
+    torch.neg(scratch, out=activated).exp_().add_(1)
     if formula.activation == "sigmoid":
-        torch.sigmoid(scratch, out=activated)
+        activated.reciprocal_()
         if slope is not None:
             torch.neg(activated, out=slope).add_(1).mul_(activated)
         return
-    # The same function forward and backward: what is centred by a saved mean must be what the mean was taken of.
-    torch.ops.aten.silu.out(scratch, out=activated)
+    if slope is not None:
+        torch.reciprocal(activated, out=slope)
+    torch.div(scratch, activated, out=activated)
     if slope is not None:
         # s * (1 + gate * (1 - s)) = s + activated * (1 - s).
-        sigmoid = scratch.sigmoid_()
-        torch.neg(sigmoid, out=slope).add_(1).mul_(activated).add_(sigmoid)
+        slope.add_(torch.neg(slope, out=scratch).add_(1).mul_(activated))
 
 
 def _finish(formula: Formula, value: Tensor, y: Tensor, applied: Parameters, activated: Tensor) -> None:

@@ -1,0 +1,286 @@
+// The compiled CPU path: RMSNorm (with residual sum, with quantization) and the gradients of RMSNorm and LayerNorm.
+//
+// cpu_compiled.py builds this file and hands over each call as one struct of 8-byte fields, packed in the order that
+// they have here. Each operation rounds once (no contraction) and squares are summed in the order of torch's sum, so
+// the results of a forward are bit for bit those of torch's operations.
+
+#include "cpu_vectors.h"
+
+namespace {
+
+enum Quantized { kInt8 = 1, kFloat8 = 2 };
+
+struct Forward {
+  Threads threads;
+  int64_t rows, groups, width;
+  Tensor x, residual;  // residual.data is null without one
+  Parameter weight, bias;
+  void *y, *summed, *values;     // (rows, groups, width) dense; y is null where values (quantized) are wanted
+  float *scales, *rstd;          // (rows, groups); null where not wanted
+  int64_t sum_type, out_type;
+  int64_t middle, product;       // types that the row and its product with the gain are rounded to; kNone
+  int64_t quantized;             // of the values
+  int64_t counted, lanes;        // leading elements that the moment is taken of; lanes of torch's sum
+  int64_t has_offset;
+  double divisor, eps, offset;   // of the sum of squares; of the formula
+  int64_t rows_per_chunk;
+  const float *gain, *shift;     // filled in here
+};
+
+template <class S>
+void add_row(const Forward& c, const void* x, const void* residual, typename S::T* sum) {
+  for (int64_t j = 0; j < c.width; j += kWide) {
+    const int64_t n = c.width - j;
+    store<S>(sum + j, load_any(x, c.x.type, j, n) + load_any(residual, c.residual.type, j, n), n);
+  }
+}
+
+template <class S>
+float find_scale(const Forward& c, const typename S::T* row) {
+  const float moment = sum_squares_as_torch<S>(row, c.counted, c.lanes) / (float)c.divisor;
+  return 1.0f / sqrtf((float)c.eps + moment);
+}
+
+void quantize_row(const Forward& c, const float* row, float largest, int64_t index) {
+  const float most = c.quantized == kInt8 ? 127.0f : 448.0f, scale = largest / most;
+  c.scales[index] = scale;
+  uint8_t* values = (uint8_t*)c.values + index * c.width;
+  typedef uint8_t Bytes __attribute__((vector_size(kWide)));
+  for (int64_t j = 0; j < c.width; j += kWide) {
+    const int64_t n = c.width - j < kWide ? c.width - j : kWide;
+    Vec v = load<Float, kWide>(row + j, n) / scale;
+    // What is not finite stands for no number.
+    const Bits number = (Bits)v & (Bits)(((Bits)v & 0x7fffffffu) < 0x7f800000u);
+    const Bits sign = number & 0x80000000u;
+    Bits bits = number & 0x7fffffffu;
+    bits = choose<kWide>((Vec)bits > most, (Bits)(Vec{} + most), bits);
+    Bytes out;
+    if (c.quantized == kInt8) {
+      // Past 2^23 float32 has no digits behind the point, and the sum is rounded to nearest even.
+      const Vec whole = ((Vec)(bits | sign) + 12582912.0f) - 12582912.0f;
+      out = __builtin_convertvector(__builtin_convertvector(whole, Mask), Bytes);
+    } else {
+      // Below 2^-6 the last digit of e4m3 is 2^-9, which is that of float32 at 2^14.
+      const Bits small = (Bits)((Vec)bits + 16384.0f) - (Bits)(Vec{} + 16384.0f);
+      const Bits usual = (bits - (120u << 23) + 0x7ffffu + ((bits >> 20) & 1u)) >> 20;
+      out = __builtin_convertvector(choose<kWide>((Mask)(bits < (121u << 23)), small, usual) | (sign >> 24), Bytes);
+    }
+    memcpy(values + j, &out, n);
+  }
+}
+
+template <class S, class Y, bool kQuantize>
+void forward_row(const Forward& c, int64_t r, int64_t g, float* room) {
+  const int64_t index = r * c.groups + g, width = c.width;
+  const void* row = c.x.at(r, g);
+  if (c.residual.data) {
+    typename S::T* sum = (typename S::T*)c.summed + index * width;
+    add_row<S>(c, row, c.residual.at(r, g), sum);
+    row = sum;
+  }
+  const typename S::T* in = (const typename S::T*)row;
+  const float scale = find_scale<S>(c, in);
+  if (c.rstd) c.rstd[index] = scale;
+  const float* gain = c.gain ? c.gain + g * width : nullptr;
+  const float* shift = c.shift ? c.shift + g * width : nullptr;
+  typename Y::T* y = (typename Y::T*)c.y + index * width;
+  const int64_t middle = c.middle, product = c.product;
+  Vec largest{};
+  Mask unordered{};
+  auto finish = [&](int64_t j, int64_t n) {
+    Vec v = load<S, kWide>(in + j, n) * scale;
+    if (middle > 0) v = round_to(v, middle);
+    if (gain) {
+      v *= load<Float, kWide>(gain + j, n);
+      if (product > 0) v = round_to(v, product);
+    }
+    if (shift) v += load<Float, kWide>(shift + j, n);
+    if (!kQuantize) return store<Y>(y + j, v, n);
+    v = Y::template widen<kWide>(Y::template narrow<kWide>(v));
+    store<Float>(room + j, v, n);
+    if (n < kWide)
+      for (int64_t i = n; i < kWide; i++) v[i] = 0;
+    const Vec magnitude = (Vec)((Bits)v & 0x7fffffffu);
+    unordered |= magnitude != magnitude;
+    largest = (Vec)choose<kWide>(magnitude > largest, (Bits)magnitude, (Bits)largest);
+  };
+  int64_t j = 0;
+  for (; j + kWide <= width; j += kWide) finish(j, kWide);
+  if (j < width) finish(j, width - j);
+  if (!kQuantize) return;
+  float most = 0;
+  for (int i = 0; i < kWide; i++) {
+    if (unordered[i]) most = NAN;
+    if (largest[i] > most) most = largest[i];
+  }
+  quantize_row(c, room, most, index);
+}
+
+template <class S, class Y, bool kQuantize>
+void forward_chunk(const void* call, int64_t chunk) {
+  const Forward& c = *(const Forward*)call;
+  float* room = kQuantize ? (float*)malloc(c.width * sizeof(float)) : nullptr;
+  const int64_t begin = chunk * c.rows_per_chunk, end = begin + c.rows_per_chunk;
+  for (int64_t r = begin; r < end && r < c.rows; r++)
+    for (int64_t g = 0; g < c.groups; g++) forward_row<S, Y, kQuantize>(c, r, g, room);
+  free(room);
+}
+
+typedef void (*Work)(const void*, int64_t);
+
+template <bool kQuantize>
+Work choose_forward(int64_t row, int64_t out) {
+  if (row == kFloat) return forward_chunk<Float, Float, kQuantize>;
+  if (row == kHalf) return out == kHalf ? forward_chunk<Half, Half, kQuantize> : forward_chunk<Half, Float, kQuantize>;
+  return out == kBrain ? forward_chunk<Brain, Brain, kQuantize> : forward_chunk<Brain, Float, kQuantize>;
+}
+
+struct Backward {
+  Threads threads;
+  int64_t rows, groups, width;
+  Tensor grad, grad_sum, row;    // grad_sum.data is null without one
+  Parameter weight;
+  void* drow;                    // (rows, groups, width) dense, of the type of the row
+  const float *rstd, *mean;      // (rows, groups); mean is null for RMSNorm
+  float *dgain, *dshift;         // (groups, width); null where not wanted
+  int64_t has_offset;
+  double offset, share;          // share: what one square counts in the moment
+  int64_t rows_per_chunk;
+  const float* gain;             // filled in here
+  float* partial;                // of each chunk: what it adds to dgain and dshift
+};
+
+// Numbers that are added up one after the other before a sum of sums is begun.
+constexpr int64_t kRun = 64;
+
+template <class H, class G, bool kCentred>
+void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* dshift) {
+  const int64_t index = r * c.groups + g, width = c.width, whole = width - width % kWide;
+  const typename H::T* row = (const typename H::T*)c.row.at(r, g);
+  const typename G::T* grad = (const typename G::T*)c.grad.at(r, g);
+  const void* grad_sum = c.grad_sum.data ? c.grad_sum.at(r, g) : nullptr;
+  typename H::T* drow = (typename H::T*)c.drow + index * width;
+  const float* gain = c.gain ? c.gain + g * width : nullptr;
+  if (dgain) dgain += g * width;
+  if (dshift) dshift += g * width;
+  const float rstd = c.rstd[index], mean = kCentred ? c.mean[index] : 0.0f;
+
+  Vec along[2] = {}, level[2] = {};
+  auto gather = [&](int64_t j, int64_t n, int which) {
+    Vec normal = load<H, kWide>(row + j, n), d = load<G, kWide>(grad + j, n);
+    normal = kCentred ? (normal - mean) * rstd : normal * rstd;
+    if (dgain) store<Float>(dgain + j, load<Float, kWide>(dgain + j, n) + d * normal, n);
+    if (dshift) store<Float>(dshift + j, load<Float, kWide>(dshift + j, n) + d, n);
+    if (gain) d *= load<Float, kWide>(gain + j, n);
+    along[which] += d * normal;
+    if (kCentred) level[which] += d;
+  };
+  int64_t j = 0;
+  for (; j + 2 * kWide <= width; j += 2 * kWide) {
+    gather(j, kWide, 0);
+    gather(j + kWide, kWide, 1);
+  }
+  for (; j < width; j += kWide) gather(j, width - j, 0);
+  const float slope = add_lanes(along[0] + along[1]) * (float)c.share;
+  const float centre = kCentred ? add_lanes(level[0] + level[1]) / (float)width : 0.0f;
+
+  auto scatter = [&](int64_t j, int64_t n) {
+    Vec normal = load<H, kWide>(row + j, n), d = load<G, kWide>(grad + j, n);
+    normal = kCentred ? (normal - mean) * rstd : normal * rstd;
+    if (gain) d *= load<Float, kWide>(gain + j, n);
+    if (kCentred) d -= centre;
+    d = (d - normal * slope) * rstd;
+    if (grad_sum) d += load_any(grad_sum, c.grad_sum.type, j, n);
+    store<H>(drow + j, d, n);
+  };
+  for (j = 0; j < whole; j += kWide) scatter(j, kWide);
+  if (j < width) scatter(j, width - j);
+}
+
+void add_to(float* total, const float* part, int64_t size) {
+  for (int64_t j = 0; j < size; j++) total[j] += part[j];
+}
+
+template <class H, class G, bool kCentred>
+void backward_chunk(const void* call, int64_t chunk) {
+  const Backward& c = *(const Backward*)call;
+  const int64_t size = c.groups * c.width, sums = (c.dgain != nullptr) + (c.dshift != nullptr);
+  const int64_t begin = chunk * c.rows_per_chunk;
+  const int64_t end = begin + c.rows_per_chunk < c.rows ? begin + c.rows_per_chunk : c.rows;
+  float* total = sums ? c.partial + chunk * sums * size : nullptr;
+  float* run = total;
+  if (sums) memset(total, 0, sums * size * sizeof(float));
+  if (sums && end - begin > kRun) run = (float*)calloc(sums * size, sizeof(float));
+  float* dgain = c.dgain ? run : nullptr;
+  float* dshift = c.dshift ? run + (sums - 1) * size : nullptr;
+  for (int64_t r = begin; r < end; r++) {
+    for (int64_t g = 0; g < c.groups; g++) backward_row<H, G, kCentred>(c, r, g, dgain, dshift);
+    if (run != total && ((r - begin) % kRun == kRun - 1 || r + 1 == end)) {
+      add_to(total, run, sums * size);
+      memset(run, 0, sums * size * sizeof(float));
+    }
+  }
+  if (run != total) free(run);
+}
+
+constexpr int64_t kColumns = 1024;
+
+// Adds up what the chunks found, in their order, for some columns.
+void backward_columns(const void* call, int64_t chunk) {
+  const Backward& c = *(const Backward*)call;
+  const int64_t size = c.groups * c.width, sums = (c.dgain != nullptr) + (c.dshift != nullptr);
+  const int64_t chunks = (c.rows + c.rows_per_chunk - 1) / c.rows_per_chunk;
+  const int64_t begin = chunk * kColumns, count = size - begin < kColumns ? size - begin : kColumns;
+  for (int64_t which = 0; which < sums; which++) {
+    float* out = (which == 0 && c.dgain ? c.dgain : c.dshift) + begin;
+    memset(out, 0, count * sizeof(float));
+    for (int64_t i = 0; i < chunks; i++) add_to(out, c.partial + (i * sums + which) * size + begin, count);
+  }
+}
+
+template <class H, class G>
+Work choose_centred(bool centred) {
+  return centred ? backward_chunk<H, G, true> : backward_chunk<H, G, false>;
+}
+
+Work choose_backward(int64_t row, int64_t grad, bool centred) {
+  if (row == kFloat) return choose_centred<Float, Float>(centred);
+  if (row == kHalf) return grad == kHalf ? choose_centred<Half, Half>(centred) : choose_centred<Half, Float>(centred);
+  return grad == kBrain ? choose_centred<Brain, Brain>(centred) : choose_centred<Brain, Float>(centred);
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void normswap_forward(const Forward* packed) {
+  Forward c = *packed;
+  const int64_t size = c.groups * c.width;
+  float *gain, *shift;
+  c.gain = widen_parameter(c.weight, c.offset, c.has_offset, size, &gain);
+  c.shift = widen_parameter(c.bias, 0, false, size, &shift);
+  Region region{};
+  region.work = c.values ? choose_forward<true>(c.sum_type, c.out_type) : choose_forward<false>(c.sum_type, c.out_type);
+  region.call = &c;
+  region.chunks = (c.rows + c.rows_per_chunk - 1) / c.rows_per_chunk;
+  run_all(c.threads, region);
+  free(gain);
+  free(shift);
+}
+
+extern "C" __attribute__((visibility("default"))) void normswap_backward(const Backward* packed) {
+  Backward c = *packed;
+  const int64_t size = c.groups * c.width, sums = (c.dgain != nullptr) + (c.dshift != nullptr);
+  float* gain;
+  c.gain = widen_parameter(c.weight, c.offset, c.has_offset, size, &gain);
+  Region region{};
+  region.work = choose_backward(c.row.type, c.grad.type, c.mean != nullptr);
+  region.call = &c;
+  region.chunks = (c.rows + c.rows_per_chunk - 1) / c.rows_per_chunk;
+  if (sums) {
+    c.partial = (float*)malloc(region.chunks * sums * size * sizeof(float));
+    region.finish = backward_columns;
+    region.last_chunks = (size + kColumns - 1) / kColumns;
+  }
+  run_all(c.threads, region);
+  free(c.partial);
+  free(gain);
+}

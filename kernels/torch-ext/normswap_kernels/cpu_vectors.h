@@ -1,0 +1,264 @@
+// What the compiled norms are made of: vectors of the three dtypes, torch's order of a sum, work on torch's threads.
+//
+// Plain C++17 with the vector extensions of GCC and Clang. Arithmetic is float32, each operation rounded once.
+
+#pragma once
+
+#include <math.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+enum Type { kFloat = 0, kHalf = 1, kBrain = 2, kNone = -1 };
+
+template <int L>
+struct Lanes {
+  typedef float F __attribute__((vector_size(4 * L)));
+  typedef int32_t I __attribute__((vector_size(4 * L)));
+  typedef uint32_t U __attribute__((vector_size(4 * L)));
+  typedef uint16_t S __attribute__((vector_size(2 * L)));
+};
+
+constexpr int kWide = 16;
+typedef Lanes<kWide>::F Vec;
+typedef Lanes<kWide>::I Mask;
+typedef Lanes<kWide>::U Bits;
+
+template <int L>
+inline typename Lanes<L>::U choose(typename Lanes<L>::I mask, typename Lanes<L>::U yes, typename Lanes<L>::U no) {
+  return ((typename Lanes<L>::U)mask & yes) | (~(typename Lanes<L>::U)mask & no);
+}
+
+struct Float {
+  typedef float T;
+  template <int L>
+  static inline typename Lanes<L>::F widen(typename Lanes<L>::F v) { return v; }
+  template <int L>
+  static inline typename Lanes<L>::F narrow(typename Lanes<L>::F v) { return v; }
+  template <int L>
+  struct Stored { typedef typename Lanes<L>::F V; };
+};
+
+struct Brain {
+  typedef uint16_t T;
+  template <int L>
+  struct Stored { typedef typename Lanes<L>::S V; };
+  template <int L>
+  static inline typename Lanes<L>::F widen(typename Lanes<L>::S v) {
+    return (typename Lanes<L>::F)(__builtin_convertvector(v, typename Lanes<L>::U) << 16);
+  }
+  template <int L>
+  static inline typename Lanes<L>::S narrow(typename Lanes<L>::F v) {
+    typedef typename Lanes<L>::U U;
+    U bits = (U)v;
+    U nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return __builtin_convertvector(choose<L>(v != v, U{} + 0x7fc0u, nearest), typename Lanes<L>::S);
+  }
+};
+
+struct Half {
+  typedef uint16_t T;
+  template <int L>
+  struct Stored { typedef typename Lanes<L>::S V; };
+  template <int L>
+  static inline typename Lanes<L>::F widen(typename Lanes<L>::S v) {
+    typename Lanes<L>::F out;
+#if defined(__F16C__)
+    if constexpr (L % 8 == 0) {
+      __m128i half[L / 8];
+      __m256 wide[L / 8];
+      memcpy(half, &v, sizeof v);
+      for (int i = 0; i < L / 8; i++) wide[i] = _mm256_cvtph_ps(half[i]);
+      memcpy(&out, wide, sizeof out);
+      return out;
+    }
+#endif
+    _Float16 half[L];
+    memcpy(half, &v, sizeof v);
+    for (int i = 0; i < L; i++) out[i] = (float)half[i];
+    return out;
+  }
+  template <int L>
+  static inline typename Lanes<L>::S narrow(typename Lanes<L>::F v) {
+    typename Lanes<L>::S out;
+#if defined(__F16C__)
+    if constexpr (L % 8 == 0) {
+      __m128i half[L / 8];
+      __m256 wide[L / 8];
+      memcpy(wide, &v, sizeof v);
+      for (int i = 0; i < L / 8; i++) half[i] = _mm256_cvtps_ph(wide[i], _MM_FROUND_TO_NEAREST_INT);
+      memcpy(&out, half, sizeof out);
+      return out;
+    }
+#endif
+    _Float16 half[L];
+    for (int i = 0; i < L; i++) half[i] = (_Float16)v[i];
+    memcpy(&out, half, sizeof out);
+    return out;
+  }
+};
+
+// The first n of L numbers at p; zeros for the others.
+template <class H, int L>
+inline typename Lanes<L>::F load(const typename H::T* p, int64_t n = L) {
+  typename H::template Stored<L>::V v{};
+  if (n >= L) memcpy(&v, p, sizeof v);
+  else memcpy(&v, p, n * sizeof(typename H::T));
+  return H::template widen<L>(v);
+}
+
+template <class H>
+inline void store(typename H::T* p, Vec v, int64_t n) {
+  auto narrow = H::template narrow<kWide>(v);
+  if (n >= kWide) memcpy(p, &narrow, sizeof narrow);
+  else memcpy(p, &narrow, n * sizeof(typename H::T));
+}
+
+inline Vec load_any(const void* p, int64_t type, int64_t j, int64_t n) {
+  if (type == kFloat) return load<Float, kWide>((const float*)p + j, n);
+  if (type == kHalf) return load<Half, kWide>((const uint16_t*)p + j, n);
+  return load<Brain, kWide>((const uint16_t*)p + j, n);
+}
+
+inline Vec round_to(Vec v, int64_t type) {
+  if (type == kBrain) return Brain::widen<kWide>(Brain::narrow<kWide>(v));
+  if (type == kHalf) return Half::widen<kWide>(Half::narrow<kWide>(v));
+  return v;
+}
+
+inline float add_lanes(Vec v) {
+  float total = 0;
+  for (int i = 0; i < kWide; i++) total += v[i];
+  return total;
+}
+
+// Squares of a row, summed in the order of torch's sum over a dense last dimension with vectors of L floats:
+// four interleaved sums, each a cascade of four levels; then the tail, and the lanes one after the other.
+template <class H, int L>
+float sum_squares(const typename H::T* row, int64_t width) {
+  typedef typename Lanes<L>::F F;
+  const int64_t vectors = width / L, size = vectors / 4;
+  int64_t ceil_log2 = 0;
+  while (((int64_t)1 << ceil_log2) < size) ceil_log2++;
+  const int64_t power = ceil_log2 / 4 > 4 ? ceil_log2 / 4 : 4, step = (int64_t)1 << power;
+  F upper[3][4] = {}, sums[4] = {};
+  int64_t i = 0;
+  while (i + step <= size) {
+    for (int64_t end = i + step; i < end; i++)
+      for (int k = 0; k < 4; k++) {
+        F v = load<H, L>(row + (4 * i + k) * L);
+        sums[k] += v * v;
+      }
+    for (int level = 0; level < 3; level++) {
+      F* below = level ? upper[level - 1] : sums;
+      for (int k = 0; k < 4; k++) {
+        upper[level][k] += below[k];
+        below[k] = F{};
+      }
+      if (i & ((step - 1) << ((level + 1) * power))) break;
+    }
+  }
+  for (; i < size; i++)
+    for (int k = 0; k < 4; k++) {
+      F v = load<H, L>(row + (4 * i + k) * L);
+      sums[k] += v * v;
+    }
+  for (int level = 0; level < 3; level++)
+    for (int k = 0; k < 4; k++) sums[k] += upper[level][k];
+  for (int64_t j = 4 * size; j < vectors; j++) {
+    F v = load<H, L>(row + j * L);
+    sums[0] += v * v;
+  }
+  for (int k = 1; k < 4; k++) sums[0] += sums[k];
+  if (L == 1) return sums[0][0];
+  float total = 0;
+  for (int64_t j = vectors * L; j < width; j++) {
+    float v = load<H, 1>(row + j)[0];
+    total += v * v;
+  }
+  for (int k = 0; k < L; k++) total += sums[0][k];
+  return total;
+}
+
+template <class H>
+inline float sum_squares_as_torch(const typename H::T* row, int64_t width, int64_t lanes) {
+  if (width < lanes) return sum_squares<H, 1>(row, width);
+  if (lanes == 16) return sum_squares<H, 16>(row, width);
+  if (lanes == 8) return sum_squares<H, 8>(row, width);
+  return sum_squares<H, 4>(row, width);
+}
+
+// Work on torch's own threads. A thread that finds no more work yields its core until all have arrived: the barrier
+// at the end of the region, which spins, is then passed at once.
+typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
+struct Region {
+  void (*work)(const void*, int64_t);
+  void (*finish)(const void*, int64_t);
+  const void* call;
+  int64_t chunks, last_chunks, next, done, last_next, arrived;
+  int (*team)();
+};
+
+void run(void* argument) {
+  Region* region = (Region*)argument;
+  int64_t i;
+  while ((i = __atomic_fetch_add(&region->next, 1, __ATOMIC_RELAXED)) < region->chunks) {
+    region->work(region->call, i);
+    __atomic_fetch_add(&region->done, 1, __ATOMIC_RELEASE);
+  }
+  if (region->finish) {
+    while (__atomic_load_n(&region->done, __ATOMIC_ACQUIRE) < region->chunks) sched_yield();
+    while ((i = __atomic_fetch_add(&region->last_next, 1, __ATOMIC_RELAXED)) < region->last_chunks)
+      region->finish(region->call, i);
+  }
+  if (!region->team) return;
+  const int64_t team = region->team();
+  __atomic_fetch_add(&region->arrived, 1, __ATOMIC_ACQ_REL);
+  while (__atomic_load_n(&region->arrived, __ATOMIC_ACQUIRE) < team) sched_yield();
+}
+
+struct Threads {
+  Parallel parallel;  // GOMP_parallel of the OpenMP library that torch has loaded
+  int (*team)();      // omp_get_num_threads of the same
+  int64_t count;      // threads to use at most
+};
+
+void run_all(const Threads& threads, Region region) {
+  if (threads.count <= 1) return run(&region);
+  region.team = threads.team;
+  threads.parallel(run, &region, (unsigned)threads.count, 0);
+}
+
+struct Tensor {
+  const void* data;
+  int64_t type, row_stride, group_stride;  // strides in elements
+  inline const void* at(int64_t r, int64_t g) const {
+    return (const char*)data + (r * row_stride + g * group_stride) * (type == kFloat ? 4 : 2);
+  }
+};
+
+// Gain or bias as float32, with the offset.
+struct Parameter {
+  const void* data;
+  int64_t type;
+};
+
+const float* widen_parameter(const Parameter& p, double offset, bool has_offset, int64_t size, float** owned) {
+  *owned = nullptr;
+  if (!p.data) return nullptr;
+  if (p.type == kFloat && !has_offset) return (const float*)p.data;
+  float* wide = *owned = (float*)malloc(size * sizeof(float) + 64);
+  for (int64_t j = 0; j < size; j += kWide) {
+    Vec v = load_any(p.data, p.type, j, size - j);
+    store<Float>(wide + j, has_offset ? v + (float)offset : v, size - j);
+  }
+  return wide;
+}
+}  // namespace
