@@ -36,11 +36,11 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels" / "torch-ext"))
 
 import normswap_kernels
-from normswap_kernels import backends, norm_forward
+from normswap_kernels import backends, norm_forward, norm_quant
 from normswap_kernels.launch import Device, Launch
 
 BOUND = 1.5
-CALLS = 100
+CALLS = 50
 ARCHITECTURE = 90
 
 
@@ -105,7 +105,7 @@ def launching() -> Iterator[torch.device]:
 
     there = Device(warp_size=32, native_fp8=True, processors=132, interpreted=False)
     replaced: list[tuple[Any, str, Any]] = [(backends, "_resolve", lambda backend, kind: "triton")]
-    for module in (norm_forward,):
+    for module in (norm_forward, norm_quant):
         replaced += [(module, "device_of", functools.cache(lambda device: there)), (module, "run", _run_on_cpu)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     driver.set_active(StubDriver())  # type: ignore[arg-type]
@@ -150,13 +150,14 @@ def operations(device: torch.device) -> dict[str, Callable[[], Any]]:
         "add_rms_norm": lambda: k.add_rms_norm(x, residual, weight, **options),
         "add_layer_norm": lambda: k.add_layer_norm(x, residual, weight, bias, **options),
         "gated_rms_norm": lambda: k.gated_rms_norm(x, gate, weight, **options),
+        "rms_norm_quant to int8": lambda: k.rms_norm_quant(x, weight, **options),
     }
 
 
 def capture(call: Callable[[], Any]) -> Launch:
     """Run an operation and return the launch that it led to."""
     found: list[Launch] = []
-    modules: Any = (norm_forward,)
+    modules: Any = (norm_forward, norm_quant)
     before = [module.run for module in modules]
 
     def keep(launch: Launch, x: torch.Tensor, interpret: bool) -> None:
@@ -199,10 +200,11 @@ def measure(calls: list[Callable[[], Any]], samples: int) -> list[float]:
     try:
         for _ in range(samples + 1):
             for call, seconds in zip(calls, found, strict=True):
-                begin = time.perf_counter()
+                # The thread's own time: on a busy machine a long sample is interrupted more often than a short one.
+                begin = time.thread_time()
                 for _ in range(CALLS):
                     call()
-                seconds.append((time.perf_counter() - begin) / CALLS)
+                seconds.append((time.thread_time() - begin) / CALLS)
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
     finally:
