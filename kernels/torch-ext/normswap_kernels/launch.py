@@ -106,6 +106,174 @@ def choose_tile(width: int) -> Tile:
     return FORWARD_LOOP
 
 
+@dataclass(frozen=True)
+class BackwardTile:
+    """What one program of the backward works on, again and again.
+
+    Attributes:
+        rows: number of rows.
+        block_n: columns that are held at once; a power of two.
+        threads: number of threads.
+        programs: programs a multiprocessor.
+        sums: gradients of parameters that are added up in registers, of those that are wanted.
+        keep_gain: whether the gain stays in registers from tile to tile.
+        most_stages: most tiles in flight; 1 loads none ahead.
+        reason: why.
+    """
+
+    rows: int
+    block_n: int
+    threads: int
+    programs: int
+    sums: int
+    keep_gain: bool
+    most_stages: int
+    reason: str
+
+    def num_warps(self, warp_size: int) -> int:
+        """Return the number of warps (wavefronts) on a device whose warps have this size."""
+        return max(1, self.threads // warp_size)
+
+    def stages(self, column_bytes: int) -> int:
+        """Return the tiles in flight, for rows that together have so many bytes a column."""
+        tile = self.rows * self.block_n * column_bytes
+        return max(1, min(self.most_stages, 1 + STAGED_BYTES // tile))
+
+
+@dataclass(frozen=True)
+class BackwardRule:
+    """A rule for rows up to a width, each in one block.
+
+    Attributes:
+        max_width: the widest row that it is for.
+        gated: whether it is for rows with a gate.
+        elements: what a program should hold, at least, in elements.
+        per_thread: elements a thread.
+        sums: gradients of parameters that are added up in registers, for rows of 2-byte dtypes.
+        wide_sums: likewise, for rows with a 4-byte dtype.
+        keep_gain: whether the gain stays in registers from tile to tile.
+        most_stages: most tiles in flight.
+        reason: why.
+    """
+
+    max_width: int
+    gated: bool
+    elements: int
+    per_thread: int
+    sums: int
+    wide_sums: int
+    keep_gain: bool
+    most_stages: int
+    reason: str
+
+
+# A gradient's program stays, so that few sums are left over: two tiles on their way hide the memory's latency.
+BACKWARD_RULES = (
+    BackwardRule(
+        max_width=8192,
+        gated=False,
+        elements=2048,
+        per_thread=16,
+        sums=2,
+        wide_sums=2,
+        keep_gain=True,
+        most_stages=3,
+        reason="two gradients of parameters, a gain and 16 elements of each tensor take up to 128 registers a thread",
+    ),
+    BackwardRule(
+        max_width=16384,
+        gated=False,
+        elements=1,
+        per_thread=32,
+        sums=1,
+        wide_sums=0,
+        keep_gain=False,
+        most_stages=2,
+        reason="32 elements a thread leave registers for one sum beside 2-byte rows and for none beside 4-byte rows",
+    ),
+    BackwardRule(
+        max_width=4096,
+        gated=True,
+        elements=2048,
+        per_thread=8,
+        sums=1,
+        wide_sums=1,
+        keep_gain=True,
+        most_stages=3,
+        reason="activation and slope take as many registers again as the rows: 8 elements a thread",
+    ),
+    BackwardRule(
+        max_width=8192,
+        gated=True,
+        elements=1,
+        per_thread=16,
+        sums=1,
+        wide_sums=1,
+        keep_gain=False,
+        most_stages=1,
+        reason="16 elements a thread fill 128 registers; addresses of tiles on their way would spill",
+    ),
+)
+
+STAGED_BYTES = 96 * 1024
+"""Most bytes of tiles in flight: what a program may have of the shared memory on every NVIDIA GPU since Ampere."""
+
+BACKWARD_THREADS = 512
+"""Threads a multiprocessor: each has 128 registers, which the backward needs."""
+
+BACKWARD_LOOP = BackwardTile(
+    rows=1,
+    block_n=8192,
+    threads=1024,
+    programs=1,
+    sums=0,
+    keep_gain=False,
+    most_stages=1,
+    reason="few wide rows at a time, so that the second pass finds them in L2",
+)
+
+COLUMNS = BackwardTile(
+    rows=4,
+    block_n=1024,
+    threads=256,
+    programs=2,
+    sums=2,
+    keep_gain=False,
+    most_stages=3,
+    reason="2 KB of a row are whole lines, and blocks of columns times parts of the rows fill the GPU",
+)
+
+PARTS = BackwardTile(
+    rows=64,
+    block_n=32,
+    threads=128,
+    programs=1,
+    sums=0,
+    keep_gain=False,
+    most_stages=3,
+    reason="many narrow programs: the sums lie in L2 and their latency is all there is",
+)
+
+
+@functools.cache
+def choose_backward_tile(width: int, gated: bool, wide: bool) -> BackwardTile:
+    """Choose the tile of the backward for rows of ``width`` elements; ``wide`` says that some are of a 4-byte dtype.
+
+    Example:
+        >>> choose_backward_tile(4096, False, False).threads, choose_backward_tile(16384, False, True).sums
+        (256, 0)
+    """
+    for rule in BACKWARD_RULES:
+        if width <= rule.max_width and gated == rule.gated:
+            block_n = max(16, 1 << (width - 1).bit_length())
+            rows = max(1, rule.elements // block_n)
+            threads = rows * block_n // rule.per_thread
+            sums = rule.wide_sums if wide else rule.sums
+            programs = BACKWARD_THREADS // threads
+            return BackwardTile(rows, block_n, threads, programs, sums, rule.keep_gain, rule.most_stages, rule.reason)
+    return BACKWARD_LOOP
+
+
 class Device(NamedTuple):
     """What a launch must know of the device that it is for.
 
