@@ -15,6 +15,7 @@ from torch import Tensor
 from . import cpu_blocks as blocks
 from . import cpu_compiled as compiled
 from .cpu_library import library
+from .cpu_memory import in_large_pages
 from .formula import Formula
 from .gradients import Gradients
 from .rows import empty_rows, empty_statistics, find_rows, row_order
@@ -66,8 +67,8 @@ def forward(
         and (residual is None or residual.is_contiguous())
         and (gate is None or gate.is_contiguous())
     ):
-        y = torch.empty_like(x, dtype=formula.out_dtype)
-        summed = None if residual is None else torch.empty_like(x, dtype=formula.sum_dtype)
+        y = in_large_pages(torch.empty_like(x, dtype=formula.out_dtype))
+        summed = None if residual is None else in_large_pages(torch.empty_like(x, dtype=formula.sum_dtype))
         rstd = torch.empty((*x.shape[:-1], 1), dtype=compute, device="cpu") if save else None
         mean = torch.empty_like(rstd) if rstd is not None and layer else None
         if loaded is not None and plan is not None:
@@ -81,8 +82,8 @@ def forward(
 
     per_head = _is_per_head(weight, bias)
     order = None if layer else row_order(x, 1 + per_head)
-    y = empty_rows(x, formula.out_dtype, order)
-    summed = None if residual is None else empty_rows(x, formula.sum_dtype or x.dtype, order)
+    y = in_large_pages(empty_rows(x, formula.out_dtype, order))
+    summed = None if residual is None else in_large_pages(empty_rows(x, formula.sum_dtype or x.dtype, order))
     rstd = empty_statistics(x, formula.groups, order) if save else None
     mean = empty_statistics(x, formula.groups, order) if save and layer else None
     if not numel:
@@ -141,8 +142,8 @@ def backward(
     order = None if formula.kind == "layer" else row_order(row, 1 + per_head)
     rows = find_rows(row, formula.groups, per_head, order)
     shape = rows.shape[1:]
-    drow = empty_rows(row, row.dtype, order)
-    dgate = None if gate is None else empty_rows(row, gate.dtype, order)
+    drow = in_large_pages(empty_rows(row, row.dtype, order))
+    dgate = None if gate is None else in_large_pages(empty_rows(row, gate.dtype, order))
     dgain = torch.zeros(shape, dtype=compute, device="cpu") if weight is not None and weight_grad else None
     dshift = None if bias_dtype is None else torch.zeros(shape, dtype=compute, device="cpu")
     if row.numel():
@@ -197,7 +198,7 @@ def quantize(
     Returns:
         Values ``(..., N)`` of ``dtype`` and scales ``(..., 1)`` in float32, as `reference.quantized` has them.
     """
-    values = torch.empty(x.shape, dtype=dtype, device="cpu")
+    values = in_large_pages(torch.empty(x.shape, dtype=dtype, device="cpu"))
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device="cpu")
     if not values.numel():
         return values, scales.zero_()
@@ -236,7 +237,7 @@ def _native_layer_norm(
     """Compute LayerNorm by torch's own kernel, which gives statistics in float32 beside parameters in float32."""
     summed = None
     if residual is not None:
-        summed = torch.empty(x.shape, dtype=formula.sum_dtype)
+        summed = in_large_pages(torch.empty(x.shape, dtype=formula.sum_dtype, device="cpu"))
         if x.dtype == residual.dtype == summed.dtype:
             torch.add(x, residual, out=summed)
         else:

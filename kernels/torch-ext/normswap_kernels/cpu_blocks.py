@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cpu_memory import in_large_pages
 from .formula import Formula
 from .reference import QUANTIZED_MAXIMUM
 
@@ -238,7 +239,7 @@ def add(x: Tensor, residual: Tensor, summed: Tensor, one: Tensor, other: Tensor)
 def scalar(value: float, dtype: torch.dtype) -> Tensor:
     """Give a number as a tensor: torch makes one of each number anew, which takes longer than the sum of a row."""
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _find_scale(formula: Formula, row: Tensor, square: Tensor, total: Tensor) -> None:
@@ -358,7 +359,7 @@ def _scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     if space is None or space.size(1) < size:
         # Space born in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            space = torch.empty((_BUFFERS + 1, max(size, SERIAL)), dtype=dtype)
+            space = in_large_pages(torch.empty((_BUFFERS + 1, max(size, SERIAL)), dtype=dtype, device="cpu"))
         if size <= BLOCK:
             _local.space[dtype] = space
             views.clear()

@@ -28,11 +28,11 @@ struct Forward {
 };
 
 template <class S>
-void add_row(const Forward& c, const void* x, const void* residual, typename S::T* sum) {
-  for (int64_t j = 0; j < c.width; j += kWide) {
-    const int64_t n = c.width - j;
-    store<S>(sum + j, load_any(x, c.x.type, j, n) + load_any(residual, c.residual.type, j, n), n);
-  }
+INLINE void add_row(const Forward& c, const void* x, const void* residual, typename S::T* sum) {
+  const int64_t x_type = c.x.type, residual_type = c.residual.type;
+  each(c.width, [&](int64_t j, int64_t n) ALWAYS {
+    store<S>(sum + j, load_any(x, x_type, j, n) + load_any(residual, residual_type, j, n), n);
+  });
 }
 
 template <class S>
@@ -87,7 +87,7 @@ void forward_row(const Forward& c, int64_t r, int64_t g, float* room) {
   const int64_t middle = c.middle, product = c.product;
   Vec largest{};
   Mask unordered{};
-  auto finish = [&](int64_t j, int64_t n) {
+  each(width, [&](int64_t j, int64_t n) ALWAYS {
     Vec v = load<S, kWide>(in + j, n) * scale;
     if (middle > 0) v = round_to(v, middle);
     if (gain) {
@@ -96,17 +96,14 @@ void forward_row(const Forward& c, int64_t r, int64_t g, float* room) {
     }
     if (shift) v += load<Float, kWide>(shift + j, n);
     if (!kQuantize) return store<Y>(y + j, v, n);
-    v = Y::template widen<kWide>(Y::template narrow<kWide>(v));
+    v = Y::template round<kWide>(v);
     store<Float>(room + j, v, n);
     if (n < kWide)
       for (int64_t i = n; i < kWide; i++) v[i] = 0;
     const Vec magnitude = (Vec)((Bits)v & 0x7fffffffu);
     unordered |= magnitude != magnitude;
     largest = (Vec)choose<kWide>(magnitude > largest, (Bits)magnitude, (Bits)largest);
-  };
-  int64_t j = 0;
-  for (; j + kWide <= width; j += kWide) finish(j, kWide);
-  if (j < width) finish(j, width - j);
+  });
   if (!kQuantize) return;
   float most = 0;
   for (int i = 0; i < kWide; i++) {
@@ -155,7 +152,7 @@ constexpr int64_t kRun = 64;
 
 template <class H, class G, bool kCentred>
 void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* dshift) {
-  const int64_t index = r * c.groups + g, width = c.width, whole = width - width % kWide;
+  const int64_t index = r * c.groups + g, width = c.width;
   const typename H::T* row = (const typename H::T*)c.row.at(r, g);
   const typename G::T* grad = (const typename G::T*)c.grad.at(r, g);
   const void* grad_sum = c.grad_sum.data ? c.grad_sum.at(r, g) : nullptr;
@@ -166,7 +163,7 @@ void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* 
   const float rstd = c.rstd[index], mean = kCentred ? c.mean[index] : 0.0f;
 
   Vec along[2] = {}, level[2] = {};
-  auto gather = [&](int64_t j, int64_t n, int which) {
+  auto gather = [&](int64_t j, int64_t n, int which) ALWAYS {
     Vec normal = load<H, kWide>(row + j, n), d = load<G, kWide>(grad + j, n);
     normal = kCentred ? (normal - mean) * rstd : normal * rstd;
     if (dgain) store<Float>(dgain + j, load<Float, kWide>(dgain + j, n) + d * normal, n);
@@ -180,11 +177,15 @@ void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* 
     gather(j, kWide, 0);
     gather(j + kWide, kWide, 1);
   }
-  for (; j < width; j += kWide) gather(j, width - j, 0);
+  if (j + kWide <= width) {
+    gather(j, kWide, 0);
+    j += kWide;
+  }
+  if (j < width) gather(j, width - j, 0);
   const float slope = add_lanes(along[0] + along[1]) * (float)c.share;
   const float centre = kCentred ? add_lanes(level[0] + level[1]) / (float)width : 0.0f;
 
-  auto scatter = [&](int64_t j, int64_t n) {
+  each(width, [&](int64_t j, int64_t n) ALWAYS {
     Vec normal = load<H, kWide>(row + j, n), d = load<G, kWide>(grad + j, n);
     normal = kCentred ? (normal - mean) * rstd : normal * rstd;
     if (gain) d *= load<Float, kWide>(gain + j, n);
@@ -192,9 +193,7 @@ void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* 
     d = (d - normal * slope) * rstd;
     if (grad_sum) d += load_any(grad_sum, c.grad_sum.type, j, n);
     store<H>(drow + j, d, n);
-  };
-  for (j = 0; j < whole; j += kWide) scatter(j, kWide);
-  if (j < width) scatter(j, width - j);
+  });
 }
 
 void add_to(float* total, const float* part, int64_t size) {

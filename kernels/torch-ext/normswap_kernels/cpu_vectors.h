@@ -10,9 +10,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__F16C__)
+#if defined(__AVX2__) && defined(__F16C__)
+#define X86 1
 #include <immintrin.h>
 #endif
+
+// A vector that is handed to a function goes by way of memory.
+#define ALWAYS __attribute__((always_inline))
+#define INLINE inline ALWAYS
 
 namespace {
 
@@ -26,40 +31,81 @@ struct Lanes {
   typedef uint16_t S __attribute__((vector_size(2 * L)));
 };
 
+#if defined(__AVX512F__)
 constexpr int kWide = 16;
+#else
+constexpr int kWide = 8;
+#endif
 typedef Lanes<kWide>::F Vec;
 typedef Lanes<kWide>::I Mask;
 typedef Lanes<kWide>::U Bits;
 
 template <int L>
-inline typename Lanes<L>::U choose(typename Lanes<L>::I mask, typename Lanes<L>::U yes, typename Lanes<L>::U no) {
-  return ((typename Lanes<L>::U)mask & yes) | (~(typename Lanes<L>::U)mask & no);
+INLINE typename Lanes<L>::U choose(typename Lanes<L>::I mask, typename Lanes<L>::U yes, typename Lanes<L>::U no) {
+  return mask ? yes : no;
 }
 
 struct Float {
   typedef float T;
   template <int L>
-  static inline typename Lanes<L>::F widen(typename Lanes<L>::F v) { return v; }
+  static INLINE typename Lanes<L>::F widen(typename Lanes<L>::F v) { return v; }
   template <int L>
-  static inline typename Lanes<L>::F narrow(typename Lanes<L>::F v) { return v; }
+  static INLINE typename Lanes<L>::F narrow(typename Lanes<L>::F v) { return v; }
+  template <int L>
+  static INLINE typename Lanes<L>::F round(typename Lanes<L>::F v) { return v; }
   template <int L>
   struct Stored { typedef typename Lanes<L>::F V; };
 };
+
+// 16-bit words to and from the low halves of 32-bit words. What compilers make of __builtin_convertvector is several
+// times slower than the one instruction that there is for it.
+template <int L>
+INLINE typename Lanes<L>::U extend(typename Lanes<L>::S v) {
+  typedef typename Lanes<L>::U U;
+#if X86
+#if defined(__AVX512F__)
+  if constexpr (L == 16) return (U)_mm512_cvtepu16_epi32((__m256i)v);
+#endif
+  if constexpr (L == 8) return (U)_mm256_cvtepu16_epi32((__m128i)v);
+#endif
+  return __builtin_convertvector(v, U);
+}
+
+template <int L>
+INLINE typename Lanes<L>::S truncate(typename Lanes<L>::U v) {
+  typedef typename Lanes<L>::S S;
+#if X86
+#if defined(__AVX512F__)
+  if constexpr (L == 16) return (S)_mm512_cvtepi32_epi16((__m512i)v);
+#endif
+  if constexpr (L == 8) {
+    const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+    return (S)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+  }
+#endif
+  return __builtin_convertvector(v, S);
+}
 
 struct Brain {
   typedef uint16_t T;
   template <int L>
   struct Stored { typedef typename Lanes<L>::S V; };
   template <int L>
-  static inline typename Lanes<L>::F widen(typename Lanes<L>::S v) {
-    return (typename Lanes<L>::F)(__builtin_convertvector(v, typename Lanes<L>::U) << 16);
+  static INLINE typename Lanes<L>::F widen(typename Lanes<L>::S v) {
+    return (typename Lanes<L>::F)(extend<L>(v) << 16);
+  }
+  // The number as the upper half of a word; a NaN stays one.
+  template <int L>
+  static INLINE typename Lanes<L>::U nearest(typename Lanes<L>::F v) {
+    typedef typename Lanes<L>::U U;
+    const U bits = (U)v;
+    return choose<L>(v != v, bits | 0x400000u, bits + 0x7fffu + ((bits >> 16) & 1u));
   }
   template <int L>
-  static inline typename Lanes<L>::S narrow(typename Lanes<L>::F v) {
-    typedef typename Lanes<L>::U U;
-    U bits = (U)v;
-    U nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return __builtin_convertvector(choose<L>(v != v, U{} + 0x7fc0u, nearest), typename Lanes<L>::S);
+  static INLINE typename Lanes<L>::S narrow(typename Lanes<L>::F v) { return truncate<L>(nearest<L>(v) >> 16); }
+  template <int L>
+  static INLINE typename Lanes<L>::F round(typename Lanes<L>::F v) {
+    return (typename Lanes<L>::F)(nearest<L>(v) & 0xffff0000u);
   }
 };
 
@@ -68,72 +114,81 @@ struct Half {
   template <int L>
   struct Stored { typedef typename Lanes<L>::S V; };
   template <int L>
-  static inline typename Lanes<L>::F widen(typename Lanes<L>::S v) {
-    typename Lanes<L>::F out;
-#if defined(__F16C__)
-    if constexpr (L % 8 == 0) {
-      __m128i half[L / 8];
-      __m256 wide[L / 8];
-      memcpy(half, &v, sizeof v);
-      for (int i = 0; i < L / 8; i++) wide[i] = _mm256_cvtph_ps(half[i]);
-      memcpy(&out, wide, sizeof out);
-      return out;
-    }
+  static INLINE typename Lanes<L>::F widen(typename Lanes<L>::S v) {
+    typedef typename Lanes<L>::F F;
+#if X86
+#if defined(__AVX512F__)
+    if constexpr (L == 16) return (F)_mm512_cvtph_ps((__m256i)v);
+#endif
+    if constexpr (L == 8) return (F)_mm256_cvtph_ps((__m128i)v);
 #endif
     _Float16 half[L];
     memcpy(half, &v, sizeof v);
+    F out{};
     for (int i = 0; i < L; i++) out[i] = (float)half[i];
     return out;
   }
   template <int L>
-  static inline typename Lanes<L>::S narrow(typename Lanes<L>::F v) {
-    typename Lanes<L>::S out;
-#if defined(__F16C__)
-    if constexpr (L % 8 == 0) {
-      __m128i half[L / 8];
-      __m256 wide[L / 8];
-      memcpy(wide, &v, sizeof v);
-      for (int i = 0; i < L / 8; i++) half[i] = _mm256_cvtps_ph(wide[i], _MM_FROUND_TO_NEAREST_INT);
-      memcpy(&out, half, sizeof out);
-      return out;
-    }
+  static INLINE typename Lanes<L>::S narrow(typename Lanes<L>::F v) {
+    typedef typename Lanes<L>::S S;
+#if X86
+#if defined(__AVX512F__)
+    if constexpr (L == 16) return (S)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+    if constexpr (L == 8) return (S)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
 #endif
     _Float16 half[L];
     for (int i = 0; i < L; i++) half[i] = (_Float16)v[i];
+    S out;
     memcpy(&out, half, sizeof out);
     return out;
   }
+  template <int L>
+  static INLINE typename Lanes<L>::F round(typename Lanes<L>::F v) { return widen<L>(narrow<L>(v)); }
 };
 
 // The first n of L numbers at p; zeros for the others.
 template <class H, int L>
-inline typename Lanes<L>::F load(const typename H::T* p, int64_t n = L) {
-  typename H::template Stored<L>::V v{};
-  if (n >= L) memcpy(&v, p, sizeof v);
-  else memcpy(&v, p, n * sizeof(typename H::T));
-  return H::template widen<L>(v);
+INLINE typename Lanes<L>::F load(const typename H::T* p, int64_t n = L) {
+  typedef typename H::template Stored<L>::V V;
+  if (n >= L) {
+    V whole;
+    memcpy(&whole, p, sizeof whole);
+    return H::template widen<L>(whole);
+  }
+  V part{};
+  memcpy(&part, p, n * sizeof(typename H::T));
+  return H::template widen<L>(part);
 }
 
 template <class H>
-inline void store(typename H::T* p, Vec v, int64_t n) {
-  auto narrow = H::template narrow<kWide>(v);
+INLINE void store(typename H::T* p, Vec v, int64_t n = kWide) {
+  const auto narrow = H::template narrow<kWide>(v);
   if (n >= kWide) memcpy(p, &narrow, sizeof narrow);
   else memcpy(p, &narrow, n * sizeof(typename H::T));
 }
 
-inline Vec load_any(const void* p, int64_t type, int64_t j, int64_t n) {
+// Calls a function of a position and of how many numbers stand there, which the compiler knows for all but the last.
+template <class Step>
+INLINE void each(int64_t width, Step step) {
+  int64_t j = 0;
+  for (; j + kWide <= width; j += kWide) step(j, kWide);
+  if (j < width) step(j, width - j);
+}
+
+INLINE Vec load_any(const void* p, int64_t type, int64_t j, int64_t n) {
   if (type == kFloat) return load<Float, kWide>((const float*)p + j, n);
   if (type == kHalf) return load<Half, kWide>((const uint16_t*)p + j, n);
   return load<Brain, kWide>((const uint16_t*)p + j, n);
 }
 
-inline Vec round_to(Vec v, int64_t type) {
-  if (type == kBrain) return Brain::widen<kWide>(Brain::narrow<kWide>(v));
-  if (type == kHalf) return Half::widen<kWide>(Half::narrow<kWide>(v));
+INLINE Vec round_to(Vec v, int64_t type) {
+  if (type == kBrain) return Brain::round<kWide>(v);
+  if (type == kHalf) return Half::round<kWide>(v);
   return v;
 }
 
-inline float add_lanes(Vec v) {
+INLINE float add_lanes(Vec v) {
   float total = 0;
   for (int i = 0; i < kWide; i++) total += v[i];
   return total;
@@ -188,7 +243,7 @@ float sum_squares(const typename H::T* row, int64_t width) {
 }
 
 template <class H>
-inline float sum_squares_as_torch(const typename H::T* row, int64_t width, int64_t lanes) {
+INLINE float sum_squares_as_torch(const typename H::T* row, int64_t width, int64_t lanes) {
   if (width < lanes) return sum_squares<H, 1>(row, width);
   if (lanes == 16) return sum_squares<H, 16>(row, width);
   if (lanes == 8) return sum_squares<H, 8>(row, width);
@@ -255,10 +310,10 @@ const float* widen_parameter(const Parameter& p, double offset, bool has_offset,
   if (!p.data) return nullptr;
   if (p.type == kFloat && !has_offset) return (const float*)p.data;
   float* wide = *owned = (float*)malloc(size * sizeof(float) + 64);
-  for (int64_t j = 0; j < size; j += kWide) {
-    Vec v = load_any(p.data, p.type, j, size - j);
-    store<Float>(wide + j, has_offset ? v + (float)offset : v, size - j);
-  }
+  each(size, [&](int64_t j, int64_t n) ALWAYS {
+    const Vec v = load_any(p.data, p.type, j, n);
+    store<Float>(wide + j, has_offset ? v + (float)offset : v, n);
+  });
   return wide;
 }
 }  // namespace
