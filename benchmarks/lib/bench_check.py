@@ -44,8 +44,9 @@ class Oracle:
             results: of the forward as the operation returns them, or the gradients of `Inputs.differentiable`.
 
         Returns:
-            `RIGHT`: as near to float64 as the oracle and, in 16 bits, with its very elements but for one in a thousand.
-            `OTHER_ROUNDING`: as near, with other elements, so that a rounding is made elsewhere. `WRONG`: neither.
+            `RIGHT`: near to float64 and, in 16 bits, with the oracle's very elements but for one in a thousand.
+            `OTHER_ROUNDING`: near, with other elements, so that a rounding is made elsewhere. `WRONG`: neither; near is
+            within four times the largest and three times the typical error of the oracle itself.
         """
         with torch.no_grad():
             if self._case.direction == "backward":
@@ -61,7 +62,7 @@ class Oracle:
         largest, typical = _errors(y, self._truth)
         # Sums in another order differ by some roundings of float32, whatever the result's dtype.
         order = 4 * torch.finfo(torch.float32).eps
-        if not (largest <= 2 * self._own[0] + 2 * order and typical <= 1.5 * self._own[1] + order):
+        if not (largest <= 4 * self._own[0] + 2 * order and typical <= 3 * self._own[1] + order):
             return WRONG
         if self._case.dtype == torch.float32:
             return RIGHT
@@ -71,13 +72,12 @@ class Oracle:
         assert self._quantized is not None
         values, scales = (t[self._rows].float() for t in results)
         expected, expected_scales = (t.float() for t in self._quantized)
-        if (scales.reshape(-1) / expected_scales.reshape(-1) - 1).abs().max() > 1e-2:
-            return WRONG
-        if torch.equal(values, expected) and torch.equal(scales.reshape(-1), expected_scales.reshape(-1)):
-            return RIGHT
-        # A last digit of the row's maximum moves the values that lie between two steps.
+        off = (scales.reshape(-1) / expected_scales.reshape(-1) - 1).abs().max()
+        # A last digit of the row or of its maximum moves the values that lie between two steps.
         step = 1.0 if self._case.operation.quantized == torch.int8 else 32.0
-        return OTHER_ROUNDING if (values - expected).abs().max() <= step else WRONG
+        if not (off <= 1e-2 and (values - expected).abs().max() <= step):
+            return WRONG
+        return RIGHT if off <= 1e-6 and (values != expected).float().mean() <= 1e-3 else OTHER_ROUNDING
 
     def _differentiate(self, inputs: Inputs, gradients: Sequence[Tensor]) -> None:
         """Keep the gradients of some rows, and those of the parameters, which all rows add to."""
@@ -108,7 +108,8 @@ class Oracle:
         names = [t for t in expected if t is not None]
         for result, truth in zip(results, names, strict=True):
             of_rows = truth is row or truth is gate
-            unit = torch.finfo(self._case.dtype).eps
+            # Of float32 the arithmetic takes more digits than the last rounding does.
+            unit = max(torch.finfo(self._case.dtype).eps, 8 * torch.finfo(torch.float32).eps)
             if not of_rows:
                 # Sums over all rows, in one order or another.
                 unit += torch.finfo(torch.float32).eps * self._case.rows**0.5
