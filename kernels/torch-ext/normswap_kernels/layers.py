@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .ops import gated_rms_norm, layer_norm, rms_norm
+from .fused import gated_rms_norm
+from .ops import layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
