@@ -39,6 +39,8 @@ import normswap_kernels
 from normswap_kernels import backends, norm_forward, norm_quant
 from normswap_kernels.launch import Device, Launch
 
+Call = Callable[[], Any]
+
 BOUND = 1.5
 CALLS = 50
 ARCHITECTURE = 90
@@ -130,7 +132,7 @@ def _current_device() -> int:
     return 0
 
 
-def operations(device: torch.device) -> dict[str, Callable[[], Any]]:
+def operations(device: torch.device) -> dict[str, Call]:
     """Give the calls that are measured, by name; one row of 4096 elements, bf16."""
 
     def draw(*shape: int) -> torch.Tensor:
@@ -138,14 +140,15 @@ def operations(device: torch.device) -> dict[str, Callable[[], Any]]:
 
     x, residual, gate = draw(1, 4096), draw(1, 4096), draw(1, 4096)
     weight, bias = draw(4096), draw(4096)
-    heads = draw(1, 32, 128)
+    heads, wide = draw(1, 32, 128), draw(2, 8192)
+    sliced = wide[:, :4096]
     options: dict[str, Any] = {"eps": 1e-6, "backend": "triton"}
     k = normswap_kernels
     return {
         "rms_norm": lambda: k.rms_norm(x, weight, **options),
         "rms_norm, rounded twice": lambda: k.rms_norm(x, weight, round_dtype=torch.bfloat16, **options),
         "rms_norm of heads": lambda: k.rms_norm(heads, weight[:128], **options),
-        "rms_norm of a slice": lambda: k.rms_norm(x[:, :2048], weight[:2048], **options),
+        "rms_norm of a slice": lambda: k.rms_norm(sliced, weight, **options),
         "layer_norm": lambda: k.layer_norm(x, weight, bias, **options),
         "add_rms_norm": lambda: k.add_rms_norm(x, residual, weight, **options),
         "add_layer_norm": lambda: k.add_layer_norm(x, residual, weight, bias, **options),
@@ -154,45 +157,41 @@ def operations(device: torch.device) -> dict[str, Callable[[], Any]]:
     }
 
 
-def capture(call: Callable[[], Any]) -> Launch:
-    """Run an operation and return the launch that it led to."""
-    found: list[Launch] = []
-    modules: Any = (norm_forward, norm_quant)
-    before = [module.run for module in modules]
+def capture(call: Call) -> Call:
+    """Run an operation for the first time and return the launch that Triton was asked for."""
+    from triton.runtime.jit import JITFunction
 
-    def keep(launch: Launch, x: torch.Tensor, interpret: bool) -> None:
-        found.append(launch)
+    found: list[Call] = []
+    before = JITFunction.run
 
-    for module in modules:
-        module.run = keep
+    def keep(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        found.append(lambda: kernel[grid](*arguments, **options))
+        return before(kernel, *arguments, grid=grid, warmup=warmup, **options)
+
+    JITFunction.run = keep  # type: ignore[method-assign]
     try:
         call()
     finally:
-        for module, run in zip(modules, before, strict=True):
-            module.run = run
+        JITFunction.run = before  # type: ignore[method-assign]
     (launch,) = found
     return launch
 
 
-def contenders(call: Callable[[], Any]) -> list[Callable[[], Any]]:
+def contenders(call: Call) -> list[Call]:
     """Return the bare launch, the launch with its allocations, and the call itself."""
-    launch = capture(call)
-    kernel, grid, arguments, options = launch
+    bare = capture(call)
     results = call()
     shapes = [(tuple(t.shape), t.dtype, t.device) for t in (results if isinstance(results, tuple) else (results,))]
-
-    def bare() -> None:
-        kernel[grid](*arguments, **options)
 
     def allocated() -> None:
         for shape, dtype, device in shapes:
             torch.empty(shape, dtype=dtype, device=device)
-        kernel[grid](*arguments, **options)
+        bare()
 
     return [bare, allocated, call]
 
 
-def measure(calls: list[Callable[[], Any]], samples: int) -> list[float]:
+def measure(calls: list[Call], samples: int) -> list[float]:
     """Return the median seconds of each call; they take turns, and no queue of a GPU fills up."""
     found: list[list[float]] = [[] for _ in calls]
     gc.collect()
