@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from normswap_kernels.formula import Formula
@@ -20,7 +20,7 @@ GROUPS = 4
 CHOICES: dict[str, tuple[Any, ...]] = {
     "kind": ("rms", "layer"),
     "width": (1, 2, 3, 64, 127, 128, 576, 1000, 4096, 8192, 16384, 20000, 65537),
-    "rows": (0, 1, 7, 300),
+    "rows": (0, 1, 7, 130),
     "structure": ("plain", "groups", "heads"),
     "layout": ("contiguous", "sliced", "transposed", "expanded"),
     "dtype": (FP32, FP16, BF16),
@@ -172,12 +172,18 @@ class Case:
         return BF16 if self.dtype == FP32 else FP32
 
 
-def covering_cases(most_elements: int = 2_000_000, choices: dict[str, tuple[Any, ...]] = CHOICES) -> list[Case]:
+AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+def covering_cases(
+    most_elements: int = 2_000_000, choices: dict[str, tuple[Any, ...]] = CHOICES, case_type: type[AnyCase] = Case
+) -> list[AnyCase]:
     """Choose cases so that every two choices of two options meet in one of them, where they can.
 
     Args:
         most_elements: of an input.
         choices: of each option of a case.
+        case_type: what to make of them.
     """
     generator = random.Random(0)
     names = list(choices)
@@ -195,13 +201,17 @@ def covering_cases(most_elements: int = 2_000_000, choices: dict[str, tuple[Any,
         }
         return {name: index for name, index in pick.items() if name not in idle}
 
+    def can_live(name: str) -> bool:
+        need, without = NEEDS.get(name, (name, None))
+        return name not in NEEDS or any(choice != without for choice in choices[need])
+
     todo = {
         ((a, i), (b, j))
-        for a, b in itertools.combinations(names, 2)
+        for a, b in itertools.combinations([name for name in names if can_live(name)], 2)
         for i, j in itertools.product(range(len(choices[a])), range(len(choices[b])))
         if possible({a: i, b: j}) and len(live({a: i, b: j})) == 2
     }
-    cases: list[Case] = []
+    cases: list[AnyCase] = []
     while todo:
         best: tuple[int, dict[str, int]] = (0, {})
         seed = dict(min(todo))
@@ -213,8 +223,8 @@ def covering_cases(most_elements: int = 2_000_000, choices: dict[str, tuple[Any,
         pick = best[1]
         todo = {pair for pair in todo if not all(pick.get(name) == index for name, index in pair)}
         if pick:
-            cases.append(Case(**{name: choices[name][index] for name, index in pick.items()}))
-    assert {field.name for field in fields(Case)} == set(names)
+            cases.append(case_type(**{name: choices[name][index] for name, index in pick.items()}))
+    assert {field.name for field in fields(case_type)} == set(names)
     return cases
 
 

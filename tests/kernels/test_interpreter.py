@@ -6,16 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter_process import SLOW_CASES, special_values
-from norm_cases import Case, check, covering_cases
-
-CASES = [case for kind in ("rms", "layer") for case in covering_cases(kind)]
+from interpreter_process import (
+    CASES,
+    QUANTIZED_CASES,
+    QUANTIZED_DTYPES,
+    SLOW_CASES,
+    SPECIAL_WIDTHS,
+    quantizable_values,
+    special_formula,
+    special_rows,
+    special_values,
+)
+from norm_cases import BF16, FP16, FP32, Case, check, check_statistics, ulps
+from normswap_kernels.reference import quantized, rounded
 
 
 def _check(case: Case, results: dict[str, Any]) -> None:
-    result = results[str(case)]
-    assert isinstance(result, torch.Tensor), result
-    check(case, result)
+    found = results[str(case)]
+    assert isinstance(found, tuple), found
+    y, summed, scale, mean = found
+    check(case, y, summed)
+    assert (scale is not None) == case.save
+    if scale is not None and case.rows:
+        check_statistics(case, scale, mean)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -29,6 +42,38 @@ def test_largest_case_agrees_with_the_oracle(case: Case, interpreted_slow: dict[
     _check(case, interpreted_slow)
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
+@pytest.mark.parametrize("case", QUANTIZED_CASES, ids=str)
+def test_quantizing_is_the_norm_and_then_the_oracles_quantization(
+    case: Case, dtype: torch.dtype, interpreted: dict[str, Any]
+) -> None:
+    found = interpreted[f"{case} to {dtype}"]
+    assert isinstance(found, tuple), found
+    values, scales, y = found
+    check(case, y)
+    if case.rows:
+        expected, expected_scales = quantized(y, dtype)
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(values, expected.view(torch.int8))
+
+
+@pytest.mark.parametrize("dtype", (FP32, FP16, BF16), ids=str)
+@pytest.mark.parametrize("width", SPECIAL_WIDTHS)
+@pytest.mark.parametrize("kind", ("rms", "layer"))
+def test_special_rows_are_what_the_formula_gives(
+    kind: str, width: int, dtype: torch.dtype, interpreted: dict[str, Any]
+) -> None:
+    y = interpreted[f"special {kind} {width} {dtype}"]
+    assert isinstance(y, torch.Tensor), y
+    expected, _ = rounded(special_formula(kind, dtype), special_rows(width, dtype))
+    assert torch.equal(y.isnan(), expected.isnan())
+    y, expected = y.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0)
+    if dtype == FP32:
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+    else:
+        assert ulps(y, expected).max() <= 1
+
+
 def test_rounding_is_torchs(interpreted: dict[str, Any]) -> None:
     values = special_values()
     expected, got = values.to(torch.bfloat16), interpreted["rounding"]
@@ -38,8 +83,27 @@ def test_rounding_is_torchs(interpreted: dict[str, Any]) -> None:
     assert torch.equal(expected[numbers].view(torch.int16), got[numbers].view(torch.int16))
 
 
+def test_rounding_to_float8_on_the_bits_is_torchs(interpreted: dict[str, Any]) -> None:
+    expected = quantizable_values().to(torch.float8_e4m3fn).view(torch.int8)
+    assert torch.equal(interpreted["e4m3"], expected)
+
+
+def test_rounding_to_int8_is_torchs(interpreted: dict[str, Any]) -> None:
+    expected = quantizable_values().clamp(-127, 127).round().to(torch.int8)
+    assert torch.equal(interpreted["int8"], expected)
+
+
 def test_rows_do_not_see_their_neighbours(interpreted: dict[str, Any]) -> None:
-    assert [name for name, same in interpreted["invariance"].items() if not same] == []
+    found = interpreted["invariance"]
+    assert isinstance(found, dict), found
+    assert [name for name, same in found.items() if not same] == []
+
+
+def test_rows_and_columns_past_two_to_the_31_are_found(interpreted: dict[str, Any]) -> None:
+    found = interpreted["far"]
+    if "memory" in found:
+        pytest.skip(f"needs 4 GiB of address space: {found['memory']}")
+    assert found == {"rows": True, "columns": True}
 
 
 def test_explicit_triton_does_not_fall_back_to_the_interpreter(interpreted: dict[str, Any]) -> None:
