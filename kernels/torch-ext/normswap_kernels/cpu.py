@@ -15,7 +15,7 @@ from torch import Tensor
 from . import cpu_blocks as blocks
 from . import cpu_compiled as compiled
 from .cpu_library import library
-from .cpu_memory import in_large_pages
+from .cpu_memory import SMALLEST, in_large_pages
 from .formula import Formula
 from .gradients import Gradients
 from .rows import empty_rows, empty_statistics, find_rows, row_order
@@ -53,11 +53,10 @@ def forward(
     """
     if formula.kind == "layer" and _is_native(formula, x, weight, bias):
         return _native_layer_norm(formula, x, residual, weight, bias, save)
-    width = x.size(-1) // formula.groups
-    plan = compiled.plan_forward(formula, x.dtype, None if residual is None else residual.dtype, width)
-    loaded = None
-    if plan is not None and compiled.takes(weight) and compiled.takes(bias):
-        loaded = library()
+    plan = None
+    if (loaded := library()) is not None and compiled.takes(weight) and compiled.takes(bias):
+        width = x.size(-1) // formula.groups
+        plan = compiled.plan_forward(formula, x.dtype, None if residual is None else residual.dtype, width)
     compute = blocks.compute_dtype(x)
     layer, numel = formula.kind == "layer", x.numel()
     if (
@@ -67,12 +66,14 @@ def forward(
         and (residual is None or residual.is_contiguous())
         and (gate is None or gate.is_contiguous())
     ):
-        y = in_large_pages(torch.empty_like(x, dtype=formula.out_dtype))
-        summed = None if residual is None else in_large_pages(torch.empty_like(x, dtype=formula.sum_dtype))
+        y = torch.empty_like(x, dtype=formula.out_dtype)
+        summed = None if residual is None else torch.empty_like(x, dtype=formula.sum_dtype)
+        if numel >= SMALLEST:
+            in_large_pages(y, summed)
         rstd = torch.empty((*x.shape[:-1], 1), dtype=compute, device="cpu") if save else None
         mean = torch.empty_like(rstd) if rstd is not None and layer else None
         if loaded is not None and plan is not None:
-            heads = x.size(-2) if _is_per_head(weight, bias) else 1
+            heads, width = x.size(-2) if _is_per_head(weight, bias) else 1, x.size(-1)
             shape = numel // (heads * width), heads, width
             compiled.forward(loaded, plan, shape, x, residual, weight, bias, y, summed, rstd)
         else:
@@ -82,8 +83,9 @@ def forward(
 
     per_head = _is_per_head(weight, bias)
     order = None if layer else row_order(x, 1 + per_head)
-    y = in_large_pages(empty_rows(x, formula.out_dtype, order))
-    summed = None if residual is None else in_large_pages(empty_rows(x, formula.sum_dtype or x.dtype, order))
+    y = empty_rows(x, formula.out_dtype, order)
+    summed = None if residual is None else empty_rows(x, formula.sum_dtype or x.dtype, order)
+    in_large_pages(y, summed)
     rstd = empty_statistics(x, formula.groups, order) if save else None
     mean = empty_statistics(x, formula.groups, order) if save and layer else None
     if not numel:
@@ -142,8 +144,9 @@ def backward(
     order = None if formula.kind == "layer" else row_order(row, 1 + per_head)
     rows = find_rows(row, formula.groups, per_head, order)
     shape = rows.shape[1:]
-    drow = in_large_pages(empty_rows(row, row.dtype, order))
-    dgate = None if gate is None else in_large_pages(empty_rows(row, gate.dtype, order))
+    drow = empty_rows(row, row.dtype, order)
+    dgate = None if gate is None else empty_rows(row, gate.dtype, order)
+    in_large_pages(drow, dgate)
     dgain = torch.zeros(shape, dtype=compute, device="cpu") if weight is not None and weight_grad else None
     dshift = None if bias_dtype is None else torch.zeros(shape, dtype=compute, device="cpu")
     if row.numel():
@@ -198,7 +201,8 @@ def quantize(
     Returns:
         Values ``(..., N)`` of ``dtype`` and scales ``(..., 1)`` in float32, as `reference.quantized` has them.
     """
-    values = in_large_pages(torch.empty(x.shape, dtype=dtype, device="cpu"))
+    values = torch.empty(x.shape, dtype=dtype, device="cpu")
+    in_large_pages(values)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device="cpu")
     if not values.numel():
         return values, scales.zero_()
@@ -237,7 +241,8 @@ def _native_layer_norm(
     """Compute LayerNorm by torch's own kernel, which gives statistics in float32 beside parameters in float32."""
     summed = None
     if residual is not None:
-        summed = in_large_pages(torch.empty(x.shape, dtype=formula.sum_dtype, device="cpu"))
+        summed = torch.empty(x.shape, dtype=formula.sum_dtype, device="cpu")
+        in_large_pages(summed)
         if x.dtype == residual.dtype == summed.dtype:
             torch.add(x, residual, out=summed)
         else:

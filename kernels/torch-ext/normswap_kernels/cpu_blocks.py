@@ -359,7 +359,8 @@ def _scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     if space is None or space.size(1) < size:
         # Space born in inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            space = in_large_pages(torch.empty((_BUFFERS + 1, max(size, SERIAL)), dtype=dtype, device="cpu"))
+            space = torch.empty((_BUFFERS + 1, max(size, SERIAL)), dtype=dtype, device="cpu")
+        in_large_pages(space)
         if size <= BLOCK:
             _local.space[dtype] = space
             views.clear()

@@ -18,18 +18,18 @@ from torch import Tensor
 _MADV_HUGEPAGE = 14
 _LARGE_PAGE = 2**21
 
+SMALLEST = _LARGE_PAGE // 4
+"""A tensor of fewer elements fills no large page."""
 
-def in_large_pages(t: Tensor) -> Tensor:
-    """Ask the system to back a tensor by large pages where it fills some; returns the tensor.
 
-    The content stays what it was. Outside Linux nothing is asked for.
-    """
-    if t.nbytes >= 2 * _LARGE_PAGE and (advise := _advise()) is not None:
-        begin = t.data_ptr()
-        first, end = -(-begin // _LARGE_PAGE) * _LARGE_PAGE, (begin + t.nbytes) // _LARGE_PAGE * _LARGE_PAGE
-        # What the system answers does not matter: without large pages all is as before.
-        advise(first, end - first, _MADV_HUGEPAGE)
-    return t
+def in_large_pages(*tensors: Tensor | None) -> None:
+    """Ask the system to back tensors by large pages where they fill some; what they hold stays what it was."""
+    for t in tensors:
+        if t is not None and t.nbytes >= 2 * _LARGE_PAGE and (advise := _advise()) is not None:
+            begin = t.data_ptr()
+            first, end = -(-begin // _LARGE_PAGE) * _LARGE_PAGE, (begin + t.nbytes) // _LARGE_PAGE * _LARGE_PAGE
+            # What the system answers does not matter: without large pages all is as before.
+            advise(first, end - first, _MADV_HUGEPAGE)
 
 
 @functools.cache
