@@ -139,51 +139,64 @@ def backward(
     Returns:
         The gradients.
     """
-    compute = blocks.compute_dtype(row)
+    wanted = weight is not None and weight_grad, bias_dtype is not None
+    tensors = grad, grad_sum, row, gate
     per_head = _is_per_head(weight, None)
-    order = None if formula.kind == "layer" else row_order(row, 1 + per_head)
-    rows = find_rows(row, formula.groups, per_head, order)
-    shape = rows.shape[1:]
-    drow = empty_rows(row, row.dtype, order)
-    dgate = None if gate is None else empty_rows(row, gate.dtype, order)
-    in_large_pages(drow, dgate)
-    dgain = torch.zeros(shape, dtype=compute, device="cpu") if weight is not None and weight_grad else None
-    dshift = None if bias_dtype is None else torch.zeros(shape, dtype=compute, device="cpu")
-    if row.numel():
-        tensors = [None if t is None else rows.view(t) for t in (grad, grad_sum, row, gate, drow, dgate)]
-        statistics = [None if t is None else rows.view_statistics(t) for t in (rstd, mean)]
-        _run_backward(formula, rows.shape, tensors, statistics, weight, dgain, dshift)
-    dweight = None if dgain is None or weight is None else dgain.to(weight.dtype).reshape(weight.shape)
+    if row.dim() == 2 and formula.groups == 1 and not per_head and row.numel() and _are_contiguous(tensors):
+        # Rows as they are: a view of each tensor takes as long as an operation on one row.
+        drow = torch.empty_like(row)
+        dgate = None if gate is None else torch.empty_like(gate)
+        in_large_pages(drow, dgate)
+        shape = row.size(0), 1, row.size(1)
+        sums = _run_backward(formula, shape, (*tensors, drow, dgate), (rstd, mean), weight, wanted)
+    else:
+        order = None if formula.kind == "layer" else row_order(row, 1 + per_head)
+        rows = find_rows(row, formula.groups, per_head, order)
+        drow = empty_rows(row, row.dtype, order)
+        dgate = None if gate is None else empty_rows(row, gate.dtype, order)
+        in_large_pages(drow, dgate)
+        if row.numel():
+            views = [None if t is None else rows.view(t) for t in (*tensors, drow, dgate)]
+            statistics = [None if t is None else rows.view_statistics(t).unsqueeze(-1) for t in (rstd, mean)]
+            sums = _run_backward(formula, rows.shape, views, statistics, weight, wanted)
+        else:
+            sums = [torch.zeros(rows.shape[1:], device="cpu") if asked else None for asked in wanted]
     parameter = row.shape[-1:] if weight is None else weight.shape
-    dbias = None if dshift is None or bias_dtype is None else dshift.to(bias_dtype).reshape(parameter)
+    dtypes = None if weight is None else weight.dtype, bias_dtype
+    dweight, dbias = (None if t is None else t.to(d).view(parameter) for t, d in zip(sums, dtypes, strict=True))
     return Gradients(drow, dgate, dweight, dbias)
 
 
 def _run_backward(
     formula: Formula,
     shape: tuple[int, int, int],
-    tensors: list[Tensor | None],
-    statistics: list[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    statistics: Sequence[Tensor | None],
     weight: Tensor | None,
-    dgain: Tensor | None,
-    dshift: Tensor | None,
-) -> None:
+    wanted: tuple[bool, bool],
+) -> Sequence[Tensor | None]:
+    """Write the gradients of row and gate; return those of gain and bias, of ``G * D`` numbers, where wanted."""
     grad, grad_sum, row, _, drow, _ = tensors
     rstd, mean = statistics
     assert grad is not None and row is not None and drow is not None and rstd is not None
     if compiled.covers_backward(formula, grad, grad_sum, row) and compiled.takes(weight):
         loaded = library()
         if loaded is not None and loaded.backward is not None:
-            compiled.backward(loaded, formula, shape, grad, grad_sum, row, weight, rstd, mean, drow, dgain, dshift)
-            return
-    gain = None if weight is None else weight.to(blocks.compute_dtype(row)).reshape(shape[1:])
+            size = shape[1] * shape[2]
+            found = [torch.empty(size, dtype=torch.float32, device="cpu") if asked else None for asked in wanted]
+            compiled.backward(loaded, formula, shape, grad, grad_sum, row, weight, rstd, mean, drow, *found)
+            return found
+    gain = None if weight is None else weight.to(blocks.compute_dtype(row))
     if gain is not None and formula.offset:
         gain = gain + formula.offset
-    columns = [None if t is None else t.unsqueeze(-1) for t in statistics]
-    for part in _parts([*tensors, *columns], shape, _BACKWARD_BLOCK):
-        a, b, c, d, e, f, scale, centre = part
+    if gain is not None and row.dim() == 3:
+        gain = gain.view(shape[1:])
+    sums: Sequence[Tensor | None] = (None, None)
+    for a, b, c, d, e, f, scale, centre in _parts([*tensors, *statistics], shape, _BACKWARD_BLOCK):
         assert a is not None and c is not None and e is not None and scale is not None
-        blocks.backward(formula, a, b, c, d, gain, scale, centre, e, f, dgain, dshift)
+        part = blocks.backward(formula, a, b, c, d, gain, scale, centre, e, f, wanted)
+        sums = [new if old is None or new is None else old.add_(new) for old, new in zip(sums, part, strict=True)]
+    return sums
 
 
 def quantize(
@@ -263,6 +276,10 @@ def _native_layer_norm(
         return torch.layer_norm(x, shape, weight, bias, formula.eps), summed, None, None
     y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, formula.eps)
     return y, summed, rstd, mean
+
+
+def _are_contiguous(tensors: Sequence[Tensor | None]) -> bool:
+    return all(t is None or t.is_contiguous() for t in tensors)
 
 
 def _is_per_head(weight: Tensor | None, bias: Tensor | None) -> bool:

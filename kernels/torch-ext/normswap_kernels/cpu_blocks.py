@@ -143,14 +143,13 @@ def backward(
     mean: Tensor | None,
     drow: Tensor,
     dgate: Tensor | None,
-    dgain: Tensor | None,
-    dshift: Tensor | None,
-) -> None:
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
     """Differentiate one block by the formula of `gradients.closed_form`.
 
     Args:
         formula: what the forward computed.
-        grad: ``(R, G, D)``, gradient of the result.
+        grad: ``(R, G, D)`` or ``(R, D)``, as all of these, gradient of the result.
         grad_sum: ``(R, G, D)``, gradient of the sum with the residual, or None.
         row: ``(R, G, D)``, what was normalised, before a gate.
         gate: ``(R, G, D)`` or None.
@@ -159,8 +158,10 @@ def backward(
         mean: ``(R, G, 1)``, the mean of each row; None for RMSNorm.
         drow: ``(R, G, D)``, for the gradient of ``row``.
         dgate: ``(R, G, D)``, for the gradient of the gate, or None.
-        dgain: ``(G, D)``, to which the block's gradient of the gain is added, or None.
-        dshift: ``(G, D)``, to which the block's gradient of the bias is added, or None.
+        wanted: whether the gradients of gain and bias are.
+
+    Returns:
+        The block's part of the gradients of gain and bias, ``(G, D)``, or None where not wanted.
     """
     product, normal, activated, along, slope, dy = _scratch(row.shape, compute_dtype(row))
     width = row.size(-1)
@@ -182,25 +183,25 @@ def backward(
             product.mul_(gain)
         dgate.copy_(product.mul_(slope))
         dy.mul_(activated)
-    if dshift is not None:
-        dshift.add_(_sum_columns(dy))
+    dshift = _sum_columns(dy) if wanted[1] else None
     torch.mul(dy, normal, out=product)
-    if dgain is not None:
-        dgain.add_(_sum_columns(product))
+    dgain = _sum_columns(product) if wanted[0] else None
     if gain is not None:
         product.mul_(gain)
         dy.mul_(gain)
     counted = formula.partial or width
+    share = 1.0 if formula.reduction == "sum" else 1.0 / counted
     _sum_rows(product, along)
-    if formula.reduction == "mean":
-        along.div_(scalar(counted, along.dtype))
     if through is not None:
         along.mul_(through)
     if formula.kind == "layer":
         means = torch.empty_like(along)
         _sum_rows(dy, means)
-        dy.sub_(means.div_(scalar(width, along.dtype)))
-    dy[..., :counted].sub_(normal[..., :counted].mul_(along))
+        dy.sub_(means, alpha=1.0 / width)
+    if counted == width:
+        dy.addcmul_(normal, along, value=-share)
+    else:
+        dy[..., :counted].addcmul_(normal[..., :counted], along, value=-share)
     dy.mul_(rstd)
     if gate is not None and formula.gate_position == "before":
         assert dgate is not None
@@ -208,8 +209,9 @@ def backward(
         dgate.copy_(product.mul_(dy).mul_(slope))
         dy.mul_(activated)
     if grad_sum is not None:
-        dy.add_(product.copy_(grad_sum))
+        dy.add_(grad_sum if grad_sum.dtype == dy.dtype else product.copy_(grad_sum))
     drow.copy_(dy)
+    return dgain, dshift
 
 
 def quantize(y: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -339,9 +341,12 @@ def _sum_rows(rows: Tensor, total: Tensor) -> None:
 
 
 def _sum_columns(block: Tensor) -> Tensor:
-    if block.size(0) >= SERIAL and block.size(0) == block.numel():
+    count = block.size(0)
+    if count == 1:
+        return block[0].clone()
+    if count >= SERIAL and count == block.numel():
         # One result would be summed by several threads in parts, as many as there are.
-        return block.expand(-1, 1, 2).sum(0)[..., :1]
+        return block.expand(*block.shape[:-1], 2).sum(0)[..., :1]
     return block.sum(0)
 
 

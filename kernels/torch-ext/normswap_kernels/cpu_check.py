@@ -82,14 +82,15 @@ def _backwards(library: compiled.Library) -> Iterator[Pair]:
             mean = row.float().mean(-1, keepdim=True) if kind == "layer" else None
             rstd = (row.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
             drow = torch.empty_like(row), torch.empty_like(row)
-            sums = [torch.zeros((1, width), dtype=torch.float32, device="cpu") for _ in range(4)]
+            sums = [torch.empty((1, width), dtype=torch.float32, device="cpu") for _ in range(2)]
             shape = 5, 1, width
-            compiled.backward(library, formula, shape, grad, grad_sum, row, weight, rstd, mean, drow[0], *sums[:2])
+            compiled.backward(library, formula, shape, grad, grad_sum, row, weight, rstd, mean, drow[0], *sums)
             gain = weight.float() + 1.0
-            blocks.backward(formula, grad, grad_sum, row, None, gain, rstd, mean, drow[1], None, *sums[2:])
+            theirs = blocks.backward(formula, grad, grad_sum, row, None, gain, rstd, mean, drow[1], None, (True, True))
             yield drow[0].float(), drow[1].float()
-            yield sums[0], sums[2]
-            yield sums[1], sums[3]
+            for ours, other in zip(sums, theirs, strict=True):
+                assert other is not None
+                yield ours, other
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:
