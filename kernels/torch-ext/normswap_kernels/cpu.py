@@ -67,11 +67,18 @@ def forward(
         and (gate is None or gate.is_contiguous())
     ):
         y = torch.empty_like(x, dtype=formula.out_dtype)
-        summed = None if residual is None else torch.empty_like(x, dtype=formula.sum_dtype)
-        if numel >= SMALLEST:
-            in_large_pages(y, summed)
         rstd = torch.empty((*x.shape[:-1], 1), dtype=compute, device="cpu") if save else None
         mean = torch.empty_like(rstd) if rstd is not None and layer else None
+        summed = None
+        if residual is not None:
+            if plan is None and numel < SMALLEST and x.dtype == residual.dtype == formula.sum_dtype:
+                # One operation that allocates is faster than two.
+                x = summed = x + residual
+                residual = None
+            else:
+                summed = torch.empty_like(x, dtype=formula.sum_dtype)
+        if numel >= SMALLEST:
+            in_large_pages(y, summed)
         if loaded is not None and plan is not None:
             heads, width = x.size(-2) if _is_per_head(weight, bias) else 1, x.size(-1)
             shape = numel // (heads * width), heads, width
