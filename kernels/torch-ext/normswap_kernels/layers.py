@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .formula import Activation
 from .fused import gated_rms_norm
 from .ops import layer_norm, rms_norm
 
@@ -80,7 +81,7 @@ class RMSNormGated(nn.Module):
 
     weight: torch.Tensor
     variance_epsilon: float
-    activation: str
+    activation: Activation
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalise ``hidden_states`` ``(..., N)`` and multiply by the activation of ``gate``, of its shape."""
@@ -108,7 +109,7 @@ class RMSNormGatedGainFirst(nn.Module):
 
     weight: torch.Tensor
     variance_epsilon: float
-    activation: str
+    activation: Activation
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalise ``hidden_states`` ``(..., N)`` and multiply by the activation of ``gate``, of its shape."""
