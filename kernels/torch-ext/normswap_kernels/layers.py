@@ -137,5 +137,5 @@ class LayerNorm(nn.Module):
     eps: float
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise ``input`` ``(..., N)``; the result has its dtype, or float32 under autocast on a GPU, as torch's."""
+        """Normalise ``input`` ``(..., N)``; the result has its dtype, or float32 under autocast on a GPU."""
         return layer_norm(input, self.weight, self.bias, eps=self.eps)
