@@ -70,6 +70,8 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
     dense = (row * GROUPS + group) * N
     y_rows = y_ptr + dense
     COUNT: tl.constexpr = 1 if SUM else COUNTED
+    # What is needed last is loaded before the statistics, so that no load waits for them, unless registers are short.
+    EARLY: tl.constexpr = BLOCK_N <= 8192
     OUT: tl.constexpr = y_ptr.dtype.element_ty
     w_row = w_ptr + group * N if w_ptr is not None else None
     b_row = b_ptr + group * N if b_ptr is not None else None
@@ -101,10 +103,11 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
             total = round_to(v, sum_ptr.dtype.element_ty, EMULATE)
             tl.store(sum_rows + block, total, mask=mask)
             v = widen(total, EMULATE)
-        # Before the statistics, so that no load waits for them.
-        gate = load(gate_rows + cols * gate_step, mask, "") if gate_ptr is not None else None
-        w = load_parameter(w_row, block, in_row, ROWS, BLOCK_N) if w_ptr is not None else None
-        b = load_parameter(b_row, block, in_row, ROWS, BLOCK_N) if b_ptr is not None else None
+        if EARLY or GATE == "before":
+            gate = load(gate_rows + cols * gate_step, mask, "") if gate_ptr is not None else None
+        if EARLY:
+            w = load_parameter(w_row, block, in_row, ROWS, BLOCK_N) if w_ptr is not None else None
+            b = load_parameter(b_row, block, in_row, ROWS, BLOCK_N) if b_ptr is not None else None
         if GATE == "before":
             v = v * activation(widen(gate, EMULATE), ACTIVATION)
         if KIND == "layer":
@@ -117,6 +120,11 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
                 tl.store(mean_ptr + row * GROUPS + group, mean, mask=there)
         counted = v if COUNTED == N else tl.where(block < COUNTED, v, 0.0)
         scale = scale_of(row_total(counted * counted), eps, COUNT, EPS_POSITION)
+        if not (EARLY or GATE == "before"):
+            gate = load(gate_rows + cols * gate_step, mask, "") if gate_ptr is not None else None
+        if not EARLY:
+            w = load_parameter(w_row, block, in_row, ROWS, BLOCK_N) if w_ptr is not None else None
+            b = load_parameter(b_row, block, in_row, ROWS, BLOCK_N) if b_ptr is not None else None
         after = gate if GATE == "after" else None
         y = finish(v * scale, w, b, after, OFFSET, MIDDLE, PRODUCT, ACTIVATION, EMULATE)
         tl.store(y_rows + block, round_to(y, OUT, EMULATE), mask=mask)
@@ -140,7 +148,7 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
             if KIND == "layer":
                 # Welford's update in each lane: its mean, and its squares about it.
                 off = v - first
-                step = tl.div_rn(off, (start // BLOCK_N + 1) * 1.0)
+                step = off * tl.div_rn(1.0, (start // BLOCK_N + 1) * 1.0)
                 if in_row is not None:
                     step = tl.where(in_row, step, 0.0)
                     off = tl.where(in_row, off, 0.0)
