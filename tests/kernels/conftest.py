@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from normswap_kernels import cpu_blocks
+from normswap_kernels import cpu_blocks, cpu_library
 
 HERE = Path(__file__).parent
 
@@ -19,6 +19,17 @@ HERE = Path(__file__).parent
 def fresh_scratch_space() -> None:
     """Forget the scratch space that an earlier test has written to, so that it too begins poisoned."""
     cpu_blocks._local.__dict__.clear()
+
+
+@pytest.fixture(params=("blocks", "compiled"))
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of the CPU: torch's operations on blocks, and what is compiled where there is a compiler."""
+    if request.param == "blocks":
+        monkeypatch.setattr(cpu_library, "_looked_for", True)
+        monkeypatch.setattr(cpu_library, "_library", None)
+    elif cpu_library.library() is None:
+        pytest.skip("needs a C++ compiler, and finds none")
+    return str(request.param)
 
 
 def _run_interpreter(folder: Path, *arguments: str) -> dict[str, Any]:

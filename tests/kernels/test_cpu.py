@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import BF16, FP16, FP32, Case, check, covering_cases
-from normswap_kernels import cpu, layer_norm, rms_norm
+from norm_cases import BF16, FP16, FP32, Case, check, check_statistics, covering_cases
+from normswap_kernels import add_layer_norm, add_rms_norm, cpu, cpu_blocks, layer_norm, reference, rms_norm
+from normswap_kernels.formula import Formula
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -17,6 +18,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 OPERATIONS = {"rms": rms_norm, "layer": layer_norm}
 DTYPES = (FP32, FP16, BF16)
+
+pytestmark = pytest.mark.usefixtures("way")
 WIDTHS = (1, 2, 3, 64, 127, 576, 1000, 4096, 8192, 16384, 65537)
 
 
@@ -41,9 +44,13 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("case", [c for kind in OPERATIONS for c in covering_cases(kind)], ids=str)
+@pytest.mark.parametrize("case", covering_cases(), ids=str)
 def test_agrees_with_the_oracle(case: Case) -> None:
-    check(case, case.call(OPERATIONS[case.kind], "cpu"))
+    result, summed, scale, mean = cpu.forward(case.formula(), *case.inputs(), case.save)
+    check(case, result, summed)
+    assert (scale is not None) == case.save
+    if scale is not None and case.rows:
+        check_statistics(case, *(None if t is None else t.reshape(case.rows, -1) for t in (scale, mean)))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -68,6 +75,23 @@ def test_is_bit_identical_with_a_float32_gain(dtype: torch.dtype) -> None:
     x = torch.randn(300, 576).to(dtype)
     assert norm(x).dtype == FP32
     assert torch.equal(_llama(norm, x), norm(x))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_the_sum_with_a_residual_is_bit_identical_with_transformers(dtype: torch.dtype, width: int) -> None:
+    norm = LlamaRMSNorm(width).to(dtype)
+    nn.init.normal_(norm.weight)
+    weight, bias = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
+    for rows in (1, 5, 80):
+        x, residual = (3 * torch.randn(rows, width)).to(dtype), torch.randn(rows, width).to(dtype)
+        summed = x + residual
+        found = add_rms_norm(x, residual, norm.weight, eps=norm.variance_epsilon, round_dtype=dtype)
+        assert torch.equal(found[0], norm(summed)) and torch.equal(found[1], summed)
+        found = add_layer_norm(x, residual, weight, bias, eps=1e-5)
+        assert torch.equal(found[0], F.layer_norm(summed, (width,), weight, bias, 1e-5))
+        assert torch.equal(found[1], summed)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -101,7 +125,7 @@ def test_a_row_does_not_see_its_neighbours(kind: str, dtype: torch.dtype, width:
 def test_an_input_of_several_blocks_is_what_its_parts_are() -> None:
     x = torch.randn(3000, 1024).to(BF16)
     weight = torch.randn(1024).to(BF16)
-    assert x.numel() > cpu._BLOCK
+    assert x.numel() > cpu_blocks.BLOCK
     parts = torch.cat([rms_norm(rows, weight, eps=1e-6, round_dtype=BF16) for rows in x.split(50)])
     for threads in (1, 2, 3):
         before = torch.get_num_threads()
@@ -167,6 +191,35 @@ def test_rows_far_from_zero_keep_their_variance() -> None:
     for backend_rounding in (None, FP32):
         result = layer_norm(x.float(), eps=1e-6, round_dtype=backend_rounding)
         assert (result - expected).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("quantized", (torch.int8, torch.float8_e4m3fn), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", (1, 15, 16, 17, 1000, 4096))
+def test_quantizes_as_the_oracle_does(width: int, dtype: torch.dtype, quantized: torch.dtype) -> None:
+    x = (torch.randn(9, width) * torch.logspace(-3, 3, 9).unsqueeze(1)).to(dtype)
+    x[1], x[2, 0], x[3, -1] = 0, torch.inf, torch.nan
+    for formula in (
+        Formula("rms", 1e-6, 1.0, None, None, dtype),
+        Formula("rms", 1e-6, 0.0, dtype, dtype, dtype),
+        Formula("layer", 1e-6, 0.0, None, None, dtype),
+    ):
+        weight, bias = torch.randn(width).to(dtype), torch.randn(width)
+        for tensors in ((weight, bias), (weight, None), (None, None)):
+            y = cpu.forward(formula, x, None, None, *tensors, False)[0]
+            values, scales = cpu.quantize(formula, x, *tensors, quantized)
+            expected = reference.quantized(y, quantized)
+            assert torch.equal(values.float(), expected[0].float())
+            assert torch.equal(scales.nan_to_num(-1.0), expected[1].nan_to_num(-1.0))
+
+
+def test_quantizes_more_than_a_block_of_any_strides() -> None:
+    x = torch.randn(1200, 2000).t()
+    formula = Formula("rms", 1e-6, 0.0, None, None, FP32)
+    values, scales = cpu.quantize(formula, x, None, None, torch.int8)
+    expected = reference.quantized(cpu.forward(formula, x.contiguous(), None, None, None, None, False)[0], torch.int8)
+    assert x.numel() > cpu_blocks.BLOCK
+    assert torch.equal(values, expected[0]) and torch.equal(scales, expected[1])
 
 
 def test_eps_of_zero_is_a_value() -> None:
