@@ -26,6 +26,16 @@ def test_is_within_the_unit_bound_of_the_class(name: str, dtype: torch.dtype) ->
     cases.check(name, dtype, "cpu")
 
 
+@pytest.mark.parametrize("name", cases.CASES)
+def test_autocast_changes_nothing_that_it_does_not_change_in_the_class(name: str) -> None:
+    linear = torch.nn.Linear(8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dtype = linear(torch.ones(2, 8)).dtype
+        assert dtype == torch.bfloat16
+        # Beside gains of bfloat16 and of float32, which is what a trained model has here.
+        cases.check(name, dtype, "cpu")
+
+
 def test_the_kernels_are_within_the_unit_bound_of_every_class() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
