@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from norm_cases import BF16, CHOICES, FP16, FP32, Case, check, check_statistics, covering_cases
 from normswap_kernels import engine, layer_norm, layers, rms_norm, rms_norm_quant
 from normswap_kernels.gradients import Gradients, closed_form
-from normswap_kernels.reference import quantized
+from normswap_kernels.reference import QUANTIZED_MAXIMUM, quantized
 from operation_cases import CALLS, listed, tensors_of
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -199,6 +199,23 @@ def test_quantizes_as_torch_converts(width: int, dtype: torch.dtype, device: tor
     expected, expected_scales = quantized(normed, dtype)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(values.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED_MAXIMUM, ids=str)
+@pytest.mark.parametrize("width", (512, 16384, 40000))
+def test_converts_every_number_as_torch_does(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    largest = QUANTIZED_MAXIMUM[dtype]
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16)
+    numbers = numbers[numbers.abs() <= largest]
+    # Rows of ones have the scale 1, so that the norm is the gain; with the largest number beside them all rows stay.
+    x = torch.ones(1, width, device=device, dtype=BF16)
+    for part in numbers.split(width - 1):
+        gain = torch.cat([part, torch.full((width - part.numel(),), largest, dtype=BF16)]).to(device)
+        values, scales = rms_norm_quant(x, gain, eps=0.0, dtype=dtype)
+        assert scales.item() == 1.0
+        wide = gain.float()
+        expected = wide.round().to(dtype) if dtype == torch.int8 else wide.to(dtype)
+        assert torch.equal(values[0].float(), expected.float())
 
 
 @pytest.mark.parametrize("dtype", (FP16, BF16), ids=str)
