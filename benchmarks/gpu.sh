@@ -35,6 +35,9 @@ for name in gpu forward backward rest; do
 done
 
 timeout 40 python3 benchmarks/launch.py --json "$out/launch-gpu.json" || status=1
-timeout 190 python3 benchmarks/kernels.py --device cuda --budget 150 --seconds 0.5 \
-    --json "$out/kernels-gpu.json" --plot "$out/kernels-gpu.png" || status=1
+timeout 140 python3 benchmarks/kernels.py --device cuda --peer transformers formula functional liger quack \
+    --budget 110 --seconds 0.5 --json "$out/kernels-gpu.json" --plot "$out/kernels-gpu.png" || status=1
+# torch.compile takes seconds for each shape, and so stands beside the operations that matter most.
+timeout 70 python3 benchmarks/kernels.py --device cuda --peer compile --operation rms_norm add_rms_norm layer_norm \
+    --dtype bfloat16 --shape 4096x4096 1x4096 --budget 50 --json "$out/compiled-gpu.json" || status=1
 exit "$status"

@@ -40,7 +40,7 @@ SHAPES = {
     "cuda": "4096x4096 1x4096 4096x8192 8x4096 64x4096 4096x16384 4096x1024 1048576x128",
     "cpu": "2048x4096 1x4096 512x576 65536x128",
 }
-# What matters most comes first, for a run that ends with its budget.
+# The first operations come first, for a run that ends with its budget.
 CORE = 3
 
 
@@ -54,7 +54,7 @@ def select(options: argparse.Namespace) -> list[Case]:
                 for direction in operation.directions:
                     if direction in options.direction and not (operation.per_head and width % HEAD):
                         case = Case(operation, direction, DTYPES[dtype], rows, width)
-                        rank = (d > 0) + (OPERATIONS.index(operation) >= CORE) + (s >= 2), d, s, o
+                        rank = (d > 0) + (OPERATIONS.index(operation) >= CORE), s, d, o
                         found.append((rank, case))
     return [case for _, case in sorted(found, key=lambda entry: entry[0])]
 
