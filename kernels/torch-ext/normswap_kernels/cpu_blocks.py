@@ -194,14 +194,16 @@ def backward(
     _sum_rows(product, along)
     if through is not None:
         along.mul_(through)
+    # No operation that multiplies and adds: torch rounds it once or twice, as the elements are split over threads.
+    along.mul_(scalar(share, along.dtype))
     if formula.kind == "layer":
         means = torch.empty_like(along)
         _sum_rows(dy, means)
-        dy.sub_(means, alpha=1.0 / width)
+        dy.sub_(means.mul_(scalar(1.0 / width, means.dtype)))
     if counted == width:
-        dy.addcmul_(normal, along, value=-share)
+        dy.sub_(normal.mul_(along))
     else:
-        dy[..., :counted].addcmul_(normal[..., :counted], along, value=-share)
+        dy[..., :counted].sub_(normal[..., :counted].mul_(along))
     dy.mul_(rstd)
     if gate is not None and formula.gate_position == "before":
         assert dgate is not None
