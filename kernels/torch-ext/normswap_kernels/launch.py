@@ -117,7 +117,7 @@ class BackwardTile:
         programs: programs a multiprocessor.
         sums: gradients of parameters that are added up in registers, of those that are wanted.
         keep_gain: whether the gain stays in registers from tile to tile.
-        most_stages: most tiles in flight; 1 loads none ahead.
+        most_stages: most stages of the loop over tiles; 1 loads nothing ahead.
         reason: why.
     """
 
@@ -134,10 +134,15 @@ class BackwardTile:
         """Return the number of warps (wavefronts) on a device whose warps have this size."""
         return max(1, self.threads // warp_size)
 
-    def stages(self, column_bytes: int) -> int:
-        """Return the tiles in flight, for rows that together have so many bytes a column."""
-        tile = self.rows * self.block_n * column_bytes
-        return max(1, min(self.most_stages, 1 + STAGED_BYTES // tile))
+    def stages(self, column_bytes: int, shared_bytes: int) -> int:
+        """Return the stages of a loop over tiles, all but one of which lie in shared memory.
+
+        Args:
+            column_bytes: bytes of a column of all tensors together.
+            shared_bytes: shared memory that the programs of a multiprocessor have together.
+        """
+        room = (shared_bytes - REDUCTION_BYTES) // self.programs
+        return max(1, min(self.most_stages, 1 + room // (self.rows * self.block_n * column_bytes)))
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,11 @@ class BackwardRule:
         gated: whether it is for rows with a gate.
         elements: what a program should hold, at least, in elements.
         per_thread: elements a thread.
-        sums: gradients of parameters that are added up in registers, for rows of 2-byte dtypes.
-        wide_sums: likewise, for rows with a 4-byte dtype.
+        sums: gradients of parameters that are added up in registers, where all is of 2-byte dtypes.
+        wide_gain_sums: likewise, where the gain is of a 4-byte dtype.
+        wide_sums: likewise, where a row or a gradient of one is.
         keep_gain: whether the gain stays in registers from tile to tile.
-        most_stages: most tiles in flight.
+        most_stages: most stages of the loop over tiles.
         reason: why.
     """
 
@@ -161,6 +167,7 @@ class BackwardRule:
     elements: int
     per_thread: int
     sums: int
+    wide_gain_sums: int
     wide_sums: int
     keep_gain: bool
     most_stages: int
@@ -175,6 +182,7 @@ BACKWARD_RULES = (
         elements=2048,
         per_thread=16,
         sums=2,
+        wide_gain_sums=2,
         wide_sums=2,
         keep_gain=True,
         most_stages=3,
@@ -186,6 +194,7 @@ BACKWARD_RULES = (
         elements=1,
         per_thread=32,
         sums=1,
+        wide_gain_sums=1,
         wide_sums=0,
         keep_gain=False,
         most_stages=2,
@@ -197,6 +206,7 @@ BACKWARD_RULES = (
         elements=2048,
         per_thread=8,
         sums=1,
+        wide_gain_sums=1,
         wide_sums=1,
         keep_gain=True,
         most_stages=3,
@@ -208,15 +218,17 @@ BACKWARD_RULES = (
         elements=1,
         per_thread=16,
         sums=1,
-        wide_sums=1,
+        wide_gain_sums=0,
+        wide_sums=0,
         keep_gain=False,
         most_stages=1,
-        reason="16 elements a thread fill 128 registers; addresses of tiles on their way would spill",
+        reason="16 elements a thread fill 128 registers: addresses of tiles on their way would spill, as would a sum "
+        "beside a 4-byte dtype",
     ),
 )
 
-STAGED_BYTES = 96 * 1024
-"""Most bytes of tiles in flight: what a program may have of the shared memory on every NVIDIA GPU since Ampere."""
+REDUCTION_BYTES = 2048
+"""What a program may need of the shared memory beside the tiles on their way: sums across warps, and the driver's."""
 
 BACKWARD_THREADS = 512
 """Threads a multiprocessor: each has 128 registers, which the backward needs."""
@@ -247,28 +259,47 @@ PARTS = BackwardTile(
     rows=64,
     block_n=32,
     threads=128,
-    programs=1,
+    programs=4,
     sums=0,
     keep_gain=False,
     most_stages=3,
     reason="many narrow programs: the sums lie in L2 and their latency is all there is",
 )
 
+WIDE_PARTS = BackwardTile(
+    rows=16,
+    block_n=256,
+    threads=256,
+    programs=2,
+    sums=0,
+    keep_gain=False,
+    most_stages=3,
+    reason="wide rows have few sums, and blocks of columns enough to fill the GPU",
+)
+
 
 @functools.cache
-def choose_backward_tile(width: int, gated: bool, wide: bool) -> BackwardTile:
-    """Choose the tile of the backward for rows of ``width`` elements; ``wide`` says that some are of a 4-byte dtype.
+def choose_backward_tile(width: int, gated: bool, wide_gain: bool, wide: bool) -> BackwardTile:
+    """Choose the tile of the backward for rows of ``width`` elements.
+
+    Args:
+        width: length of a row.
+        gated: whether there is a gate.
+        wide_gain: whether the gain is of a 4-byte dtype.
+        wide: whether a row or a gradient of one is.
 
     Example:
-        >>> choose_backward_tile(4096, False, False).threads, choose_backward_tile(16384, False, True).sums
-        (256, 0)
+        >>> choose_backward_tile(4096, False, False, False).threads
+        256
+        >>> choose_backward_tile(16384, False, True, True).sums
+        0
     """
     for rule in BACKWARD_RULES:
         if width <= rule.max_width and gated == rule.gated:
             block_n = max(16, 1 << (width - 1).bit_length())
             rows = max(1, rule.elements // block_n)
             threads = rows * block_n // rule.per_thread
-            sums = rule.wide_sums if wide else rule.sums
+            sums = rule.wide_sums if wide else rule.wide_gain_sums if wide_gain else rule.sums
             programs = BACKWARD_THREADS // threads
             return BackwardTile(rows, block_n, threads, programs, sums, rule.keep_gain, rule.most_stages, rule.reason)
     return BACKWARD_LOOP
@@ -282,12 +313,14 @@ class Device(NamedTuple):
         native_fp8: whether its instructions convert float32 to ``float8_e4m3fn``.
         processors: number of multiprocessors.
         interpreted: whether it is Triton's interpreter.
+        shared_bytes: shared memory that a program may have; by default what every NVIDIA GPU since Ampere gives.
     """
 
     warp_size: int
     native_fp8: bool
     processors: int
     interpreted: bool
+    shared_bytes: int = 99 * 1024
 
 
 INTERPRETER = Device(warp_size=32, native_fp8=False, processors=4, interpreted=True)
@@ -316,9 +349,10 @@ def device_of(device: torch.device) -> Device:
     if device.type == "xpu":
         return Device(32, False, properties.max_compute_units, False)
     if torch.version.hip:
-        return Device(64, False, properties.multi_processor_count, False)
+        return Device(64, False, properties.multi_processor_count, False, 64 * 1024)
     native = (properties.major, properties.minor) >= (8, 9)
-    return Device(32, native, properties.multi_processor_count, False)
+    shared = properties.shared_memory_per_block_optin
+    return Device(32, native, properties.multi_processor_count, False, shared)
 
 
 def run(launch: Launch, x: Tensor, interpret: bool) -> None:
@@ -327,15 +361,16 @@ def run(launch: Launch, x: Tensor, interpret: bool) -> None:
     Under the interpreter NumPy's warnings are silenced: an infinity is a result here, not a mishap.
     """
     kernel, grid, arguments, options = launch
+    # What kernel[grid](...) comes to, without the closure that it makes.
     if x.is_cuda and torch.cuda.current_device() == x.get_device():
-        kernel[grid](*arguments, **options)
+        kernel.run(*arguments, grid=grid, warmup=False, **options)
     elif interpret:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            kernel[grid](*arguments, **options)
+            kernel.run(*arguments, grid=grid, warmup=False, **options)
     else:
         with torch.get_device_module(x.device).device(x.device):
-            kernel[grid](*arguments, **options)
+            kernel.run(*arguments, grid=grid, warmup=False, **options)
 
 
 def find_alignment(*strides: int) -> int:

@@ -19,6 +19,7 @@ from .launch import (
     COLUMNS,
     INTERPRETER,
     PARTS,
+    WIDE_PARTS,
     BackwardTile,
     Device,
     Launch,
@@ -51,10 +52,16 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    formula: Formula, groups: int, width: int, sizes: tuple[int, ...], gain_size: int, align: int, device: Device
+    formula: Formula,
+    groups: int,
+    width: int,
+    sizes: tuple[int, ...],
+    gain_size: int,
+    align: int,
+    device: Device,
 ) -> _Plan:
     """Plan a call for streams (row, gradients, gate) of these bytes an element."""
-    tile = choose_backward_tile(width, formula.gate_position != "none", max(sizes) > 2)
+    tile = choose_backward_tile(width, formula.gate_position != "none", gain_size > 2, max(sizes) > 2)
     loops = tile is BACKWARD_LOOP
     common = {
         "N": width,
@@ -78,21 +85,22 @@ def _plan(
         keep = tile.keep_gain and gain_size > 0
         row_options["ROWS"] = tile.rows
         row_options["KEEP_GAIN"] = keep
-        row_options["STAGES"] = tile.stages(sum(sizes) + (0 if keep else gain_size))
+        row_options["STAGES"] = tile.stages(sum(sizes) + (0 if keep else gain_size), device.shared_bytes)
     column_options = common | {
         "ROWS": COLUMNS.rows,
         "BLOCK_N": COLUMNS.block_n,
-        "STAGES": COLUMNS.stages(sum(sizes)),
+        "STAGES": COLUMNS.stages(sum(sizes), device.shared_bytes),
         "num_warps": COLUMNS.num_warps(device.warp_size),
     }
+    sums = PARTS if tile.sums else WIDE_PARTS
     sum_options = {
         "N": groups * width,
-        "ROWS": PARTS.rows,
-        "BLOCK_N": PARTS.block_n,
-        "STAGES": PARTS.stages(4),
+        "ROWS": sums.rows,
+        "BLOCK_N": sums.block_n,
+        "STAGES": sums.stages(4, device.shared_bytes),
         "EMULATE": device.interpreted,
         "enable_fp_fusion": False,
-        "num_warps": PARTS.num_warps(device.warp_size),
+        "num_warps": sums.num_warps(device.warp_size),
     }
     return _Plan(tile, norm_bwd_loop_kernel if loops else norm_bwd_kernel, row_options, column_options, sum_options)
 
@@ -121,7 +129,8 @@ def prepare(
         strides = tuple(stride for three in of for stride in three)
         align = find_alignment(*(stride for three in of for stride in three[:2]))
     sizes = tuple(t.element_size() for t in streams if t is not None)
-    plan = _plan(formula, groups, width, sizes, 0 if weight is None else weight.element_size(), align, device)
+    gain_size = 0 if weight is None else weight.element_size()
+    plan = _plan(formula, groups, width, sizes, gain_size, align, device)
     tile = plan.tile
 
     wanted = [out for out in (dweight, dbias) if out is not None]
@@ -151,7 +160,7 @@ def prepare(
 
 
 def _sum_parts(sums: Tensor, outputs: list[Tensor], plan: _Plan) -> Launch:
-    blocks = -(-plan.sum_options["N"] // PARTS.block_n)
+    blocks = -(-plan.sum_options["N"] // plan.sum_options["BLOCK_N"])
     arguments = (sums, outputs[0], outputs[1] if len(outputs) > 1 else None, sums.size(1))
     return Launch(sum_parts_kernel, (blocks * len(outputs),), arguments, plan.sum_options)
 
