@@ -143,7 +143,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _line(r: Compiled) -> str:
+def describe(r: Compiled) -> str:
+    """Give the line of the table."""
     kind = f"{_short(r.dtype)}/{_short(r.gain)}"
     return (
         f"{r.operation:24}{r.width:6}  {kind:10}{r.target:8}{r.load_bytes:7}{r.store_bytes:8}{r.narrowest_bytes:8}"
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{'regs':>6}{'spills':>7}{'shared':>8}{'moved':>7}"
         )
         for result in results:
-            print(_line(result))
+            print(describe(result))
     if options.json:
         text = json.dumps([asdict(result) for result in results], indent=2)
         if options.json == "-":

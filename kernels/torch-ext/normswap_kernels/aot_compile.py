@@ -59,8 +59,10 @@ def device_for(target: str) -> Device:
     if match is None or (match[1] == "sm_" and not match[2].isdecimal()):
         raise ValueError(f"expected a target such as {', '.join(TARGETS)}, got {target!r}")
     if match[1] == "gfx":
-        return Device(warp_size=64, native_fp8=False, processors=304, interpreted=False)
-    return Device(warp_size=32, native_fp8=int(match[2]) >= 89, processors=132, interpreted=False)
+        return Device(64, native_fp8=False, processors=304, interpreted=False, shared_bytes=64 * 1024)
+    # As torch's device properties give it for A100, H100 and B200; the least there is for others.
+    shared_bytes = {"80": 163, "90": 227, "100": 227}.get(match[2], 99) * 1024
+    return Device(32, native_fp8=int(match[2]) >= 89, processors=132, interpreted=False, shared_bytes=shared_bytes)
 
 
 def compile_launch(launch: Launch, target: str) -> Any:
