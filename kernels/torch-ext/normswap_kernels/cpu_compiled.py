@@ -93,7 +93,7 @@ def plan_forward(
         or formula.gate_position != "none"
         or not {dtype, row, out} <= _TYPES.keys()
         or not {added, *roundings} <= known
-        or out not in (row, torch.float32)
+        or (out != row and torch.float32 not in (out, row))
     ):
         return None
     counted = formula.partial or width
@@ -200,7 +200,8 @@ def covers_backward(formula: Formula, grad: Tensor, grad_sum: Tensor | None, row
         and not formula.partial
         and formula.gate_position == "none"
         and row.dtype in _TYPES
-        and grad.dtype in (row.dtype, torch.float32)
+        and grad.dtype in _TYPES
+        and (grad.dtype == row.dtype or torch.float32 in (grad.dtype, row.dtype))
         and (grad_sum is None or grad_sum.dtype in _TYPES)
     )
 

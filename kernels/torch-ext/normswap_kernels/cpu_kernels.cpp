@@ -125,12 +125,19 @@ void forward_chunk(const void* call, int64_t chunk) {
 
 typedef void (*Work)(const void*, int64_t);
 
-template <bool kQuantize>
-Work choose_forward(int64_t row, int64_t out) {
-  if (row == kFloat) return forward_chunk<Float, Float, kQuantize>;
-  if (row == kHalf) return out == kHalf ? forward_chunk<Half, Half, kQuantize> : forward_chunk<Half, Float, kQuantize>;
-  return out == kBrain ? forward_chunk<Brain, Brain, kQuantize> : forward_chunk<Brain, Float, kQuantize>;
+// A narrow row gives a result of its own type or float; a row of float gives any.
+template <template <class, class> class Choice>
+Work choose_types(int64_t row, int64_t other) {
+  if (row == kHalf) return other == kHalf ? Choice<Half, Half>::work : Choice<Half, Float>::work;
+  if (row == kBrain) return other == kBrain ? Choice<Brain, Brain>::work : Choice<Brain, Float>::work;
+  if (other == kHalf) return Choice<Float, Half>::work;
+  return other == kBrain ? Choice<Float, Brain>::work : Choice<Float, Float>::work;
 }
+
+template <class S, class Y>
+struct Normalise { static constexpr Work work = forward_chunk<S, Y, false>; };
+template <class S, class Y>
+struct Quantize { static constexpr Work work = forward_chunk<S, Y, true>; };
 
 struct Backward {
   Threads threads;
@@ -238,15 +245,9 @@ void backward_columns(const void* call, int64_t chunk) {
 }
 
 template <class H, class G>
-Work choose_centred(bool centred) {
-  return centred ? backward_chunk<H, G, true> : backward_chunk<H, G, false>;
-}
-
-Work choose_backward(int64_t row, int64_t grad, bool centred) {
-  if (row == kFloat) return choose_centred<Float, Float>(centred);
-  if (row == kHalf) return grad == kHalf ? choose_centred<Half, Half>(centred) : choose_centred<Half, Float>(centred);
-  return grad == kBrain ? choose_centred<Brain, Brain>(centred) : choose_centred<Brain, Float>(centred);
-}
+struct Differentiate { static constexpr Work work = backward_chunk<H, G, false>; };
+template <class H, class G>
+struct DifferentiateCentred { static constexpr Work work = backward_chunk<H, G, true>; };
 
 }  // namespace
 
@@ -257,7 +258,8 @@ extern "C" __attribute__((visibility("default"))) void normswap_forward(const Fo
   c.gain = widen_parameter(c.weight, c.offset, c.has_offset, size, &gain);
   c.shift = widen_parameter(c.bias, 0, false, size, &shift);
   Region region{};
-  region.work = c.values ? choose_forward<true>(c.sum_type, c.out_type) : choose_forward<false>(c.sum_type, c.out_type);
+  region.work =
+      c.values ? choose_types<Quantize>(c.sum_type, c.out_type) : choose_types<Normalise>(c.sum_type, c.out_type);
   region.call = &c;
   region.chunks = (c.rows + c.rows_per_chunk - 1) / c.rows_per_chunk;
   run_all(c.threads, region);
@@ -271,7 +273,8 @@ extern "C" __attribute__((visibility("default"))) void normswap_backward(const B
   float* gain;
   c.gain = widen_parameter(c.weight, c.offset, c.has_offset, size, &gain);
   Region region{};
-  region.work = choose_backward(c.row.type, c.grad.type, c.mean != nullptr);
+  region.work = c.mean ? choose_types<DifferentiateCentred>(c.row.type, c.grad.type)
+                       : choose_types<Differentiate>(c.row.type, c.grad.type);
   region.call = &c;
   region.chunks = (c.rows + c.rows_per_chunk - 1) / c.rows_per_chunk;
   if (sums) {

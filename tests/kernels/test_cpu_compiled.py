@@ -1,0 +1,373 @@
+"""The compiled CPU path: torch's bits, and a build that is kept, shared and never stands in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from norm_cases import BF16, CHOICES, FP16, FP32, Case, covering_cases
+from normswap_kernels import cpu, cpu_build, cpu_check, cpu_compiled, cpu_library, rms_norm
+from normswap_kernels.formula import Formula
+
+LLAMA = Formula("rms", 1e-6, 0.0, BF16, None, BF16)
+COMPILER = cpu_build.find_compiler()
+
+# What is compiled.
+COVERED = {"kind": ("rms",), "gate": ("none",), "eps_position": ("inside",)}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler, and finds none")
+
+
+@pytest.fixture
+def loaded() -> cpu_compiled.Library:
+    """The library of this process."""
+    found = cpu_library.library()
+    assert found is not None, "there is a compiler, and no library"
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library as the compiler makes it."""
+    assert COMPILER is not None
+    path = tmp_path_factory.mktemp("built") / "norms.so"
+    cpu_build._compile(COMPILER, path)
+    return path
+
+
+@pytest.fixture
+def compiler(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """A compiler that is ``$CXX`` and copies what was built before, with an empty cache; returns how often it ran."""
+    log, script = tmp_path / "log", tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\necho ran >> "{log}"\nfor last; do :; done\nsleep 0.2\ncp "{built}" "$last"\n')
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("NORMSWAP_CACHE", str(tmp_path / "cache"))
+    return lambda: len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def open_library() -> tuple[ctypes.CDLL, str]:
+    found = cpu_build.find_compiler()
+    assert found is not None
+    return cpu_build.open_library(found)
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fresh process."""
+    return start(script, **environment)()
+
+
+def start(script: str, **environment: str) -> Callable[[], subprocess.CompletedProcess[str]]:
+    path = os.pathsep.join(p for p in sys.path if p)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def finish() -> subprocess.CompletedProcess[str]:
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            # Its children too.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    return finish
+
+
+CALL = """
+    import torch, warnings
+    from normswap_kernels import cpu_library, rms_norm
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            y = rms_norm(torch.full((2, 8), 3.0), eps=0.0)
+    assert torch.equal(y, torch.ones(2, 8))
+    print("compiled" if cpu_library.library() else "blocks", *[w.message for w in caught])
+"""
+
+
+@pytest.mark.parametrize("case", covering_cases(choices={**CHOICES, **COVERED}), ids=str)
+def test_gives_the_bits_of_torchs_operations(
+    case: Case, loaded: cpu_compiled.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def forward(packed: bytes) -> None:
+        ran.append(packed)
+        loaded.forward(packed)
+
+    monkeypatch.setattr(cpu_library, "_library", loaded._replace(forward=forward))
+    ours = cpu.forward(case.formula(), *case.inputs(), True)
+    assert len(ran) == (case.rows > 0), "the case is covered, and was not compiled"
+    monkeypatch.setattr(cpu_library, "_library", None)
+    theirs = cpu.forward(case.formula(), *case.inputs(), True)
+    for found, expected in zip(ours, theirs, strict=True):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.stride() == expected.stride()
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", (FP32, FP16, BF16), ids=str)
+def test_rounds_every_number_as_torch_does(dtype: torch.dtype) -> None:
+    # Rows whose scale is 1: infinities, denormals, ties and all that is near a power of two pass unchanged.
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    numbers = bits.view(dtype) if dtype != FP32 else (bits.int() << 16 | 0x7FFF).view(FP32)
+    x = numbers[torch.isfinite(numbers) & (numbers.float().abs() < 1e15)].float().unsqueeze(1)
+    formula = Formula("rms", 1.0, 0.0, BF16, FP16, FP32)._replace(eps=1e38)
+    for weight in (torch.full((1,), 1e19), torch.full((1,), 0.7e19)):
+        assert cpu_compiled.plan_forward(formula, FP32, None, 1) is not None
+        found = cpu.forward(formula, x, None, None, weight, None, False)[0]
+        scale = 1 / torch.sqrt(x * x + 1e38)
+        expected = ((x * scale).to(BF16).float() * weight).to(FP16).float()
+        assert torch.equal(found, expected)
+
+
+def test_what_is_not_covered_is_not_compiled() -> None:
+    for formula in (
+        LLAMA._replace(kind="layer"),
+        LLAMA._replace(eps_position="clamp"),
+        LLAMA._replace(gate_position="after"),
+        LLAMA._replace(out_dtype=FP16),
+        LLAMA._replace(round_dtype=torch.float64),
+    ):
+        assert cpu_compiled.plan_forward(formula, BF16, None, 8) is None
+    assert cpu_compiled.plan_forward(LLAMA, torch.float64, None, 8) is None
+    assert cpu_compiled.plan_forward(LLAMA, BF16, None, 8) is not None
+
+
+def test_a_library_that_gives_other_bits_is_not_used(loaded: cpu_compiled.Library) -> None:
+    assert cpu_check.prove(loaded) == loaded
+    assert cpu_check.prove(loaded._replace(forward=lambda packed: None)) is None
+    # The other numbers of lanes would give sums in another order.
+    others = [lanes for lanes in cpu_check._LANES if lanes != loaded.lanes]
+    x = torch.randn(64, 4096)
+    plan = cpu_compiled.plan_forward(LLAMA._replace(round_dtype=None, out_dtype=FP32), FP32, None, 4096)
+    assert plan is not None
+    results = [torch.empty_like(x) for _ in cpu_check._LANES]
+    for lanes, result in zip((loaded.lanes, *others), results, strict=True):
+        changed = loaded._replace(lanes=lanes)
+        cpu_compiled.forward(changed, plan, (64, 1, 4096), x, None, None, None, result, None, None)
+    assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def test_what_alone_differs_from_torch_is_left_out(loaded: cpu_compiled.Library) -> None:
+    found = cpu_check.prove(loaded._replace(backward=lambda packed: None))
+    assert found is not None and found.backward is None and found.quantizes
+
+    def without_values(packed: bytes) -> None:
+        if not cpu_compiled._FORWARD.unpack(packed)[20]:
+            loaded.forward(packed)
+
+    plan = cpu_compiled.plan_forward(LLAMA, BF16, None, 8, torch.int8)
+    assert plan is not None and plan[4] == 1
+    found = cpu_check.prove(loaded._replace(forward=without_values))
+    assert found is not None and not found.quantizes and found.backward is not None
+
+
+def test_a_kept_library_is_not_built_again(compiler: Callable[[], int], tmp_path: Path) -> None:
+    for _ in range(2):
+        library, reason = open_library()
+        assert library.normswap_forward and not reason
+    assert compiler() == 1
+    folder = tmp_path / "cache" / "cpu"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [file.suffix for file in sorted(folder.iterdir())] == [".lock", ".so"]
+
+
+@pytest.mark.parametrize("damage", (b"", b"\0" * 100_000, None), ids=("empty", "zeros", "cut"))
+def test_a_damaged_library_is_built_again(compiler: Callable[[], int], tmp_path: Path, damage: bytes | None) -> None:
+    open_library()
+    (kept,) = (tmp_path / "cache").rglob("*.so")
+    content = kept.read_bytes()
+    # A new file: what is mapped must not change.
+    kept.unlink()
+    kept.write_bytes(content[: len(content) // 2] if damage is None else damage)
+    open_library()
+    assert compiler() == 2
+    assert kept.read_bytes() == content
+
+
+@pytest.mark.parametrize("change", ("flags", "compiler", "source", "processor"))
+def test_another_build_has_another_name(
+    compiler: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    open_library()
+    if change == "flags":
+        monkeypatch.setattr(cpu_build, "FLAGS", (*cpu_build.FLAGS, "-g"))
+    elif change == "compiler":
+        script = tmp_path / "compiler"
+        script.write_text(script.read_text() + "\n")
+    elif change == "source":
+        monkeypatch.setattr(cpu_build, "SOURCES", cpu_build.SOURCES[:1])
+    else:
+        monkeypatch.setattr(cpu_build, "_processor", lambda: "another")
+    open_library()
+    assert compiler() == 2
+
+
+def test_a_cache_that_cannot_be_made_costs_only_time(compiler: Callable[[], int], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    library, reason = open_library()
+    assert library.normswap_forward
+    assert "cache" in reason
+    assert compiler() == 1
+
+
+def test_a_full_cache_costs_only_time(
+    compiler: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    library, reason = open_library()
+    assert library.normswap_forward
+    assert "No space left on device" in reason
+    assert [file.suffix for file in (tmp_path / "cache" / "cpu").iterdir()] == [".lock"]
+
+
+def test_code_that_another_could_have_written_is_not_loaded(compiler: Callable[[], int], tmp_path: Path) -> None:
+    open_library()
+    (tmp_path / "cache" / "cpu").chmod(0o777)
+    library, reason = open_library()
+    assert library.normswap_forward
+    assert "not this user's alone" in reason
+    assert compiler() == 2
+
+
+def test_no_home_is_no_error(compiler: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("NORMSWAP_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    library, reason = open_library()
+    assert library.normswap_forward and "home" in reason
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMSWAP_CACHE", "/chosen")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    monkeypatch.setenv("HOME", "/home/user")
+    assert cpu_build.cache_folder() == Path("/chosen/cpu")
+    monkeypatch.delenv("NORMSWAP_CACHE")
+    assert cpu_build.cache_folder() == Path("/xdg/normswap/cpu")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cpu_build.cache_folder() == Path("/home/user/.cache/normswap/cpu")
+
+
+def test_processes_that_start_at_once_build_once(compiler: Callable[[], int]) -> None:
+    processes = [start(CALL) for _ in range(2)]
+    for finish in processes:
+        done = finish()
+        assert (done.returncode, done.stdout.strip()) == (0, "compiled"), done.stderr
+    assert compiler() == 1
+
+
+def test_a_compiler_that_fails_is_told_of_once(tmp_path: Path) -> None:
+    script = tmp_path / "compiler"
+    script.write_text("#!/bin/sh\necho some reason >&2\nexit 3\n")
+    script.chmod(0o700)
+    done = run(CALL, CXX=str(script), NORMSWAP_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("blocks norms run on torch's operations, since compiling them failed")
+    assert "exit code 3: some reason" in done.stdout
+    assert done.stdout.count("compiling them failed") == 1
+
+
+def test_what_cannot_be_loaded_is_told_of(tmp_path: Path) -> None:
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nfor last; do :; done\necho nothing > "$last"\n')
+    script.chmod(0o700)
+    done = run(CALL, CXX=str(script), NORMSWAP_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "what the compiler built cannot be loaded" in done.stdout
+
+
+@pytest.mark.parametrize("environment", ({"NORMSWAP_CPU_COMPILE": "0"}, {"PATH": "/nowhere", "CXX": ""}), ids=str)
+def test_without_it_the_results_are_torchs(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(CALL, **environment, NORMSWAP_CACHE=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout.strip()) == (0, "blocks"), done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+def test_importing_builds_and_loads_nothing(compiler: Callable[[], int]) -> None:
+    done = run(
+        """
+        import sys, normswap_kernels
+        from normswap_kernels import cpu_library
+        print(cpu_library._looked_for, "normswap_kernels.cpu_build" in sys.modules)
+        """
+    )
+    assert done.stdout.split() == ["False", "False"], done.stderr
+    assert compiler() == 0
+
+
+def test_a_forked_process_does_not_wait_for_the_threads_of_its_parent() -> None:
+    done = run(
+        """
+        import os, torch
+        from normswap_kernels import cpu_library, rms_norm
+        torch.set_num_threads(2)
+        x = torch.randn(600, 1024)
+        y = rms_norm(x, eps=1e-6)
+        assert cpu_library.library() is not None
+        child = os.fork()
+        if not child:
+            # Torch's own operations would wait, but for such as are too short for threads.
+            os._exit(0 if torch.equal(rms_norm(x, eps=1e-6)[580:], y[580:]) else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert done.stdout.split() == ["0"], done.stderr
+
+
+def test_several_threads_may_come_first(compiler: Callable[[], int]) -> None:
+    done = run(
+        """
+        import threading, torch
+        from normswap_kernels import cpu_library, rms_norm
+        x = torch.randn(300, 512)
+        results = [None] * 4
+        def call(i):
+            for _ in range(20):
+                results[i] = rms_norm(x, eps=1e-6)
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert all(torch.equal(r, results[0]) for r in results)
+        print(cpu_library.library() is not None)
+        """
+    )
+    assert done.stdout.split() == ["True"], done.stderr
+    assert compiler() == 1
+
+
+def test_a_region_within_a_region_does_not_wait_for_ever(loaded: cpu_compiled.Library) -> None:
+    # More threads are asked for than OpenMP gives.
+    before = torch.get_num_threads()
+    x = torch.randn(5000, 128)
+    alone = rms_norm(x, eps=1e-6)
+    torch.set_num_threads(64)
+    try:
+        assert torch.equal(rms_norm(x, eps=1e-6), alone)
+    finally:
+        torch.set_num_threads(before)
