@@ -100,6 +100,31 @@ def _forward(name: str, save: bool) -> Callable[[int, torch.dtype, torch.dtype, 
     return launches
 
 
+def _backward(name: str) -> Callable[[int, torch.dtype, torch.dtype, Device], list[Launch]]:
+    def launches(width: int, dtype: torch.dtype, gain: torch.dtype, device: Device) -> list[Launch]:
+        formula = formulas(width, dtype, gain)[name]
+        groups = GROUPS if name in ("rms_norm grouped", "rms_norm per head") else 1
+        gated, summing = formula.gate_position != "none", formula.sum_dtype is not None
+        prepared: list[Launch] = kernels("norm_backward").prepare(
+            formula,
+            make_rows(width, formula.out_dtype, groups),
+            make_rows(width, dtype, groups) if summing else None,
+            make_rows(width, dtype, groups),
+            make_rows(width, dtype, groups) if gated else None,
+            None if name == "l2_norm" else make_parameter(width, gain, groups),
+            make_statistics(groups),
+            make_statistics(groups) if formula.kind == "layer" else None,
+            make_rows(width, dtype, groups),
+            make_rows(width, dtype, groups) if gated else None,
+            None if name == "l2_norm" else make_parameter(width, gain, groups),
+            make_parameter(width, gain, groups) if formula.kind == "layer" else None,
+            device,
+        )
+        return prepared
+
+    return launches
+
+
 def _quantizing(to: torch.dtype) -> Callable[[int, torch.dtype, torch.dtype, Device], list[Launch]]:
     def launches(width: int, dtype: torch.dtype, gain: torch.dtype, device: Device) -> list[Launch]:
         formula = Formula("rms", 1e-6, 0.0, dtype, None, dtype)
@@ -118,6 +143,7 @@ OPERATIONS: dict[str, Callable[[int, torch.dtype, torch.dtype, Device], list[Lau
     "layer_norm saving": _forward("layer_norm", save=True),
     "rms_norm_quant int8": _quantizing(torch.int8),
     "rms_norm_quant fp8": _quantizing(torch.float8_e4m3fn),
+    **{f"{name} backward": _backward(name) for name in formulas(1, torch.float32, torch.float32)},
 }
 """What is launched for each operation, by name."""
 
@@ -125,7 +151,7 @@ OPERATIONS: dict[str, Callable[[int, torch.dtype, torch.dtype, Device], list[Lau
 def default_cases() -> Iterator[Case]:
     """Yield the cases of the report: every operation at every kind of width in bf16, and in every dtype at 4096."""
     for operation in OPERATIONS:
-        plain = operation in ("rms_norm", "layer_norm") or operation.endswith("backward")
+        plain = operation.removesuffix(" backward") in ("rms_norm", "layer_norm")
         for width in (128, 1024, 4096, 8192, 16384, 65536):
             if plain or width not in (1024, 8192):
                 yield Case(operation, width)

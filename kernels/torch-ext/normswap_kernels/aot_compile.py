@@ -112,7 +112,8 @@ def read_figures(launch: Launch, target: str) -> Figures:
         registers,
         spills,
         compiled.metadata.shared,
-        _bytes_moved(compiled.asm["ttgir"], launch),
+        # Before loads are moved ahead of a loop, where they would count twice.
+        _bytes_moved(compiled.asm["ttir"], launch),
     )
 
 
@@ -124,7 +125,8 @@ def row_tensors(launch: Launch) -> dict[str, Tensor]:
 
 
 def _n_rows(launch: Launch) -> Any:
-    return dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)).get("n_rows")
+    x = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)).get("x_ptr")
+    return None if x is None else x.shape[0]
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
@@ -157,19 +159,22 @@ def _specialise(launch: Launch) -> tuple[dict[str, Any], dict[tuple[int, ...], A
     return signature, constants, attributes
 
 
-def _bytes_moved(ttgir: str, launch: Launch) -> float:
+def _bytes_moved(ttir: str, launch: Launch) -> float:
     """Add up, from the IR, the bytes of row tensors that a program loads and stores, for each of its rows."""
     rows = row_tensors(launch)
+    # Where programs share the columns of a row, or a loop over them has an end that is no constant, all of it is moved.
+    whole = not {"n_parts", "n_cols"}.isdisjoint(launch.kernel.arg_names)
     total = 0.0
-    for name, lanes, size, trips in _accesses(ttgir):
+    for name, lanes, size, trips in _accesses(ttir):
         if name in rows and len(lanes) == 2:
             # Lanes past the end of a row are masked off.
-            total += size * min(lanes[1] * trips, rows[name].shape[-1])
+            width = rows[name].shape[-1]
+            total += size * (width if whole else min(lanes[1] * trips, width))
     groups = next(iter(rows.values())).shape[1] if rows else 1
     return total * groups
 
 
-def _accesses(ttgir: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+def _accesses(ttir: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """Yield each access: the argument that it goes to, its tile, the bytes of an element, and how often it is done.
 
     A loop whose bounds are not constants goes along rows, not columns, and counts once.
@@ -177,7 +182,7 @@ def _accesses(ttgir: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     roots: dict[str, str] = {}
     constants: dict[str, int] = {}
     loops: list[int] = []
-    for raw in ttgir.splitlines():
+    for raw in ttir.splitlines():
         line = re.sub(r"\s*loc\(.*", "", raw).strip()
         if line.startswith("tt.func"):
             roots = {f"%{name}": name for name in re.findall(r"%(\w+): !tt\.ptr", raw)}
@@ -204,9 +209,7 @@ def _accesses(ttgir: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
 
 
 def _access(line: str, roots: dict[str, str], loops: list[int]) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-    found = re.search(
-        r"(?:tt\.load|tt\.store|\w+\.buffer_load|\w+\.buffer_store|async_copy_global_to_local) (.*)", line
-    )
+    found = re.search(r"(?:tt\.load|tt\.store) (.*)", line)
     if not found:
         return
     tensor = re.findall(_TENSOR, found[1])
@@ -239,7 +242,10 @@ def _read_ptx(ptx: str, architecture: int) -> tuple[list[int], list[int], int, i
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if registers is None or spills is None:
         raise RuntimeError(f"expected registers and spills in the assembler's log, got: {log}")
-    return access_bytes("ld"), access_bytes("st"), int(registers[1]), int(spills[1]) + int(spills[2])
+    # Copies to shared memory that a loop's earlier iterations start.
+    ahead = re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], 0x(\w+)", ptx)
+    loads = access_bytes("ld") + [int(size, 16) for size in ahead]
+    return loads, access_bytes("st"), int(registers[1]), int(spills[1]) + int(spills[2])
 
 
 def _read_amdgcn(text: str) -> tuple[list[int], list[int], int, int]:

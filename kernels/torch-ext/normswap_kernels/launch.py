@@ -1,4 +1,4 @@
-"""How the kernels are launched: the shape of a program, chosen by the width of a row alone, and the call itself.
+"""How the kernels are launched: the shape of a program, chosen by the width of a row alone.
 
 The number of rows has no say. Another tile would add the elements of a row in another order, and a row's result
 must be the same whatever rows stand beside it.
@@ -7,12 +7,10 @@ must be the same whatever rows stand beside it.
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -236,12 +234,12 @@ BACKWARD_THREADS = 512
 BACKWARD_LOOP = BackwardTile(
     rows=1,
     block_n=8192,
-    threads=1024,
+    threads=512,
     programs=1,
     sums=0,
     keep_gain=False,
     most_stages=1,
-    reason="few wide rows at a time, so that the second pass finds them in L2",
+    reason="16 elements a thread without a spill, and few wide rows at a time, so that the second pass finds them in L2",
 )
 
 COLUMNS = BackwardTile(
@@ -353,24 +351,6 @@ def device_of(device: torch.device) -> Device:
     native = (properties.major, properties.minor) >= (8, 9)
     shared = properties.shared_memory_per_block_optin
     return Device(32, native, properties.multi_processor_count, False, shared)
-
-
-def run(launch: Launch, x: Tensor, interpret: bool) -> None:
-    """Launch under the device of ``x``, which need not be the current one.
-
-    Under the interpreter NumPy's warnings are silenced: an infinity is a result here, not a mishap.
-    """
-    kernel, grid, arguments, options = launch
-    # What kernel[grid](...) comes to, without the closure that it makes.
-    if x.is_cuda and torch.cuda.current_device() == x.get_device():
-        kernel.run(*arguments, grid=grid, warmup=False, **options)
-    elif interpret:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            kernel.run(*arguments, grid=grid, warmup=False, **options)
-    else:
-        with torch.get_device_module(x.device).device(x.device):
-            kernel.run(*arguments, grid=grid, warmup=False, **options)
 
 
 def find_alignment(*strides: int) -> int:

@@ -26,8 +26,8 @@ from .launch import (
     choose_backward_tile,
     device_of,
     find_alignment,
-    run,
 )
+from .launching import run
 from .norm_backward_columns import parameter_bwd_kernel, sum_parts_kernel
 from .norm_backward_rows import norm_bwd_kernel, norm_bwd_loop_kernel
 
@@ -135,13 +135,13 @@ def prepare(
 
     wanted = [out for out in (dweight, dbias) if out is not None]
     fused, left = wanted[: tile.sums], wanted[tile.sums :]
-    n_tiles = -(-n_rows // tile.rows)
-    parts = min(n_tiles, max(1, device.processors * tile.programs // groups)) if fused else n_tiles
+    slots = device.processors * tile.programs
+    parts = n_rows if tile is BACKWARD_LOOP else min(-(-n_rows // tile.rows), max(1, slots // groups))
     sums = row.new_empty((len(fused), parts, groups, width), dtype=torch.float32)
     of_output = dict(zip(map(id, fused), sums, strict=True))
     arguments: tuple[Any, ...] = (row, grad, grad_sum, gate, weight, rstd, mean, drow, dgate)
     if tile is BACKWARD_LOOP:
-        arguments += (strides, formula.eps)
+        arguments += (strides, width, formula.eps)
     else:
         arguments += (of_output.get(id(dweight)), of_output.get(id(dbias)), strides, n_rows, parts, formula.eps)
     launches = [Launch(plan.row, (parts * groups,), arguments, plan.row_options)]

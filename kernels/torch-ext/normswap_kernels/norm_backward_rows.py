@@ -116,7 +116,7 @@ def norm_bwd_kernel(  # type: ignore[no-untyped-def]
         tl.store(db_ptr + at, tl.sum(db, axis=0)[None, :], mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_cols"])
 def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     dy_ptr,
@@ -128,6 +128,7 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
     dx_ptr,
     dgate_ptr,
     strides,
+    n_cols,
     eps: tl.float32,
     N: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -141,7 +142,10 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Differentiate one row that takes several blocks: a pass for its two sums, and one to write, from L2."""
+    """Differentiate one row that takes several blocks: a pass for its two sums, and one to write, from L2.
+
+    ``n_cols`` is N. A compiler that knew how often the loops run would unroll them, and run out of registers.
+    """
     program = tl.program_id(0)
     group = (program % GROUPS).to(tl.int64)
     # A tile of one row, as in the other kernels.
@@ -153,7 +157,7 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
 
     products = tl.zeros((1, BLOCK_N), tl.float32)
     total = tl.zeros((1, BLOCK_N), tl.float32)
-    for start in range(0, N, BLOCK_N):
+    for start in range(0, n_cols, BLOCK_N):
         cols = start + block
         in_row = None if N % BLOCK_N == 0 else cols < N
         dy, x, n, factor, slope = read_tile(
@@ -185,7 +189,7 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
     along = along_moment(row_total(products), scale, eps, COUNT, EPS_POSITION)
     centre = tl.div_rn(row_total(total), N * 1.0) if mean_ptr is not None else None
 
-    for start in range(0, N, BLOCK_N):
+    for start in range(0, n_cols, BLOCK_N):
         cols = start + block
         in_row = None if N % BLOCK_N == 0 else cols < N
         out = (row * GROUPS + group) * N
