@@ -124,19 +124,17 @@ def test_gives_the_bits_of_torchs_operations(
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", (FP32, FP16, BF16), ids=str)
-def test_rounds_every_number_as_torch_does(dtype: torch.dtype) -> None:
-    # Rows whose scale is 1: infinities, denormals, ties and all that is near a power of two pass unchanged.
-    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    numbers = bits.view(dtype) if dtype != FP32 else (bits.int() << 16 | 0x7FFF).view(FP32)
-    x = numbers[torch.isfinite(numbers) & (numbers.float().abs() < 1e15)].float().unsqueeze(1)
-    formula = Formula("rms", 1.0, 0.0, BF16, FP16, FP32)._replace(eps=1e38)
-    for weight in (torch.full((1,), 1e19), torch.full((1,), 0.7e19)):
-        assert cpu_compiled.plan_forward(formula, FP32, None, 1) is not None
-        found = cpu.forward(formula, x, None, None, weight, None, False)[0]
-        scale = 1 / torch.sqrt(x * x + 1e38)
-        expected = ((x * scale).to(BF16).float() * weight).to(FP16).float()
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize("low", (0, 0x7FFF, 0x8000, 0x8001, 0x1000), ids=hex)
+@pytest.mark.parametrize("dtype", (FP16, BF16), ids=str)
+def test_rounds_every_number_as_torch_does(dtype: torch.dtype, low: int) -> None:
+    # eps alone makes the scale, a power of two: below, at and above the middle between two numbers, to denormals.
+    x = (torch.arange(2**16, dtype=torch.int32) << 16 | low).view(FP32)
+    for exponent in (-63, -20, 0):
+        formula = LLAMA._replace(eps=2.0 ** (-2 * exponent), round_dtype=dtype, out_dtype=FP32)
+        rows = x[x.abs() < 2.0 ** (-exponent - 14)]
+        rows = rows[: rows.numel() // 17 * 17].view(-1, 17)
+        found = cpu.forward(formula, rows, None, None, torch.full((17,), 2.0**63), None, False)[0]
+        assert torch.equal(found, (rows * 2.0**exponent).to(dtype).float() * 2.0**63)
 
 
 def test_what_is_not_covered_is_not_compiled() -> None:

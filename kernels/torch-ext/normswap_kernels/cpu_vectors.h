@@ -102,9 +102,21 @@ struct Brain {
     return choose<L>(v != v, bits | 0x400000u, bits + 0x7fffu + ((bits >> 16) & 1u));
   }
   template <int L>
-  static INLINE typename Lanes<L>::S narrow(typename Lanes<L>::F v) { return truncate<L>(nearest<L>(v) >> 16); }
+  static INLINE typename Lanes<L>::S narrow(typename Lanes<L>::F v) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    // The machine's own rounding takes denormal numbers, and them alone, for zeros.
+    constexpr int kDenormal = 0x20;
+    if constexpr (L == 16)
+      if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, kDenormal), 1))
+        return (typename Lanes<L>::S)_mm512_cvtneps_pbh((__m512)v);
+#endif
+    return truncate<L>(nearest<L>(v) >> 16);
+  }
   template <int L>
   static INLINE typename Lanes<L>::F round(typename Lanes<L>::F v) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    if constexpr (L == 16) return widen<L>(narrow<L>(v));
+#endif
     return (typename Lanes<L>::F)(nearest<L>(v) & 0xffff0000u);
   }
 };
