@@ -233,13 +233,13 @@ BACKWARD_THREADS = 512
 
 BACKWARD_LOOP = BackwardTile(
     rows=1,
-    block_n=8192,
+    block_n=4096,
     threads=512,
     programs=1,
     sums=0,
     keep_gain=False,
     most_stages=1,
-    reason="16 elements a thread without a spill, and few wide rows at a time, so that the second pass finds them in L2",
+    reason="8 elements a thread spill nowhere, and few wide rows are at work, so that the second pass finds them in L2",
 )
 
 COLUMNS = BackwardTile(
