@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels" / "tor
 import normswap_kernels
 from normswap_kernels import backends, norm_forward, norm_quant
 from normswap_kernels.launch import Device, Launch
+from normswap_kernels.launching import launch_here
 
 Call = Callable[[], Any]
 
@@ -122,10 +123,9 @@ def launching() -> Iterator[torch.device]:
 
 
 def _run_on_cpu(launch: Launch, x: torch.Tensor, interpret: bool) -> None:
-    """Do what `normswap_kernels.launch.run` does for a tensor of the current GPU, for one of the CPU."""
-    kernel, grid, arguments, options = launch
+    """Do what `normswap_kernels.launching.run` does for a tensor of the current GPU, for one of the CPU."""
     if x.is_cpu and _current_device() == x.get_device() + 1:
-        kernel[grid](*arguments, **options)
+        launch_here(launch, 0)
 
 
 def _current_device() -> int:

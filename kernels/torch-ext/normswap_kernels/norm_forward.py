@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .formula import Formula
-from .launch import INTERPRETER, Device, Launch, choose_tile, device_of, find_alignment, run
+from .launch import INTERPRETER, Device, Launch, choose_tile, device_of, find_alignment
+from .launching import run
 from .tiles import (
     activation,
     both,
@@ -230,9 +231,10 @@ def prepare(
     rstd: Tensor | None,
     mean: Tensor | None,
     device: Device,
+    shape: tuple[int, int, int] | None = None,
 ) -> Launch:
     """Put the launch of `forward` together, for a device that need not be here."""
-    n_rows, groups, width = x.shape
+    n_rows, groups, width = x.shape if shape is None else shape
     strides, align = None, 16
     if not (
         x.is_contiguous() and (residual is None or residual.is_contiguous()) and (gate is None or gate.is_contiguous())
@@ -259,6 +261,7 @@ def forward(
     rstd: Tensor | None,
     mean: Tensor | None,
     *,
+    shape: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> None:
     """Write the norm of each row to ``y``, as ``formula`` says.
@@ -274,8 +277,9 @@ def forward(
         summed: ``(R, G, D)``, contiguous, in ``formula.sum_dtype``; written. None without ``residual``.
         rstd: ``(R, G)``, contiguous, float32: the scale of each row is written to it; or None.
         mean: ``(R, G)``, contiguous, float32: the mean of each row (``"layer"``) is written to it; or None.
+        shape: ``(R, G, D)`` where what is contiguous is not viewed so; None where all is.
         interpret: whether Triton interprets in this process.
     """
     if x.numel():
         device = INTERPRETER if interpret else device_of(x.device)
-        run(prepare(formula, x, residual, gate, weight, bias, y, summed, rstd, mean, device), x, interpret)
+        run(prepare(formula, x, residual, gate, weight, bias, y, summed, rstd, mean, device, shape), x, interpret)

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .formula import Formula
-from .launch import INTERPRETER, Device, Launch, choose_tile, device_of, find_alignment, run
+from .launch import INTERPRETER, Device, Launch, choose_tile, device_of, find_alignment
+from .launching import run
 from .tiles import both, finish, load, load_parameter, round_to, row_offsets, row_total, scale_of, triton_dtype, widen
 
 _MAXIMUM = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -176,16 +177,18 @@ def prepare(
     values: Tensor,
     scales: Tensor,
     device: Device,
+    shape: tuple[int, int, int] | None = None,
 ) -> Launch:
     """Put the launch of `quantize` together, for a device that need not be here."""
-    n_rows, _, width = x.shape
+    n_rows, _, width = x.shape if shape is None else shape
     strides, align = None, 16
     if not x.is_contiguous():
         strides = (x.stride(0), x.stride(2))
         align = find_alignment(x.stride(0))
     rows, options = _options(formula, values.dtype, width, align, device)
     # Bytes for both dtypes: not every target has a name for float8.
-    arguments = (x, weight, bias, values.view(torch.int8), scales, strides, n_rows, formula.eps)
+    as_bytes = values if values.dtype == torch.int8 else values.view(torch.int8)
+    arguments = (x, weight, bias, as_bytes, scales, strides, n_rows, formula.eps)
     return Launch(_norm_quant_kernel, (-(-n_rows // rows),), arguments, options)
 
 
@@ -197,6 +200,7 @@ def quantize(
     values: Tensor,
     scales: Tensor,
     *,
+    shape: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> None:
     """Write the RMSNorm of each row, rounded to ``formula.out_dtype`` and then quantized, to ``values``.
@@ -211,8 +215,9 @@ def quantize(
         bias: likewise.
         values: ``(R, 1, D)``, contiguous, int8 or float8_e4m3fn; written.
         scales: ``(R, 1)``, contiguous, float32; written.
+        shape: ``(R, 1, D)`` where what is contiguous is not viewed so; None where all is.
         interpret: whether Triton interprets in this process.
     """
     if x.numel():
         device = INTERPRETER if interpret else device_of(x.device)
-        run(prepare(formula, x, weight, bias, values, scales, device), x, interpret)
+        run(prepare(formula, x, weight, bias, values, scales, device, shape), x, interpret)

@@ -80,6 +80,9 @@ def empty_rows(x: Tensor, dtype: torch.dtype, order: list[int] | None) -> Tensor
     An elementwise torch expression keeps the memory order of a permuted tensor, and callers rely on it when they
     permute back and call ``view``.
     """
+    if order is None:
+        # Quicker than to name shape and device.
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return _empty(x.shape, dtype, x.device, order)
 
 
