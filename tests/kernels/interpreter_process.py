@@ -8,6 +8,7 @@ a kernel writes is full of NaN before (of 99 where there is none), so that an un
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import traceback
 from typing import Any
@@ -47,8 +48,8 @@ SLOW_CASES = [
     Case("rms", 131072, 100, "heads", dtype=FP16, gain=FP16, residual="same", gate="after", wide_sum=True),
 ]
 SPECIAL_WIDTHS = (3, 300, 20000)
-FAR = 2**30 + 64
-"""Elements between rows, or between columns, of which the third begins past 2**31."""
+FAR = 2**30 + 63
+"""Elements between rows, or between columns, of which the third begins past 2**31; odd, as 16 of them would be one."""
 
 
 def forward(
@@ -81,9 +82,10 @@ def run(case: Case) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None
     return y.view(full), None if summed is None else summed.view(full), scale, mean
 
 
-def run_quantized(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(
+    formula: Formula, dtype: torch.dtype, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return values (as bytes), scales, and the result of the norm that does not quantize."""
-    formula, (x, _, _, weight, bias) = case.formula(), case.inputs()
     values = torch.full(x.shape, 99, dtype=torch.int8).view(dtype).unsqueeze(1)
     scales = torch.full((x.size(0), 1), torch.nan)
     weight_row, bias_row = (None if t is None else t.unsqueeze(0) for t in (weight, bias))
@@ -118,9 +120,9 @@ def special_rows(width: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(rows).to(dtype)
 
 
-def special_formula(kind: str, dtype: torch.dtype) -> Formula:
+def special_formula(kind: str, dtype: torch.dtype, eps: float = 1e-6) -> Formula:
     """Say what `special_rows` are normalised by."""
-    return Formula(kind, 1e-6, 0.0, dtype, None, dtype)  # type: ignore[arg-type]
+    return Formula(kind, eps, 0.0, dtype, None, dtype)  # type: ignore[arg-type]
 
 
 def apply_helper(module: str, name: str, values: Tensor, out: Tensor, *constants: Any) -> Tensor:
@@ -188,11 +190,13 @@ def main() -> None:
         (str(case), run, (case,)) for case in (SLOW_CASES if slow else CASES)
     ]
     if not slow:
-        work += [
-            (f"{case} to {dtype}", run_quantized, (case, dtype))
-            for case in QUANTIZED_CASES
-            for dtype in QUANTIZED_DTYPES
-        ]
+        for dtype in QUANTIZED_DTYPES:
+            for case in QUANTIZED_CASES:
+                x, _, _, weight, bias = case.inputs()
+                work.append((f"{case} to {dtype}", quantize, (case.formula(), dtype, x, weight, bias)))
+            for width, eps in itertools.product(SPECIAL_WIDTHS, (0.0, 1e-6)):
+                arguments = (special_formula("rms", BF16, eps), dtype, special_rows(width, BF16))
+                work.append((f"special {width} {eps} to {dtype}", quantize, arguments))
         work += [
             (f"special {kind} {width} {dtype}", forward, (special_formula(kind, dtype), special_rows(width, dtype)))
             for kind in ("rms", "layer")

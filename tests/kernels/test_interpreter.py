@@ -57,6 +57,21 @@ def test_quantizing_is_the_norm_and_then_the_oracles_quantization(
         assert torch.equal(values, expected.view(torch.int8))
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
+@pytest.mark.parametrize("eps", (0.0, 1e-6))
+@pytest.mark.parametrize("width", SPECIAL_WIDTHS)
+def test_special_rows_are_quantized_as_the_oracle_does(
+    width: int, eps: float, dtype: torch.dtype, interpreted: dict[str, Any]
+) -> None:
+    found = interpreted[f"special {width} {eps} to {dtype}"]
+    assert isinstance(found, tuple), found
+    values, scales, y = found
+    expected, expected_scales = quantized(y, dtype)
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(values, expected.view(torch.int8))
+    assert scales.isnan().any() and scales.isfinite().any()
+
+
 @pytest.mark.parametrize("dtype", (FP32, FP16, BF16), ids=str)
 @pytest.mark.parametrize("width", SPECIAL_WIDTHS)
 @pytest.mark.parametrize("kind", ("rms", "layer"))
