@@ -13,7 +13,7 @@ import torch
 
 BACKENDS = ("auto", "triton", "cpu", "interpret")
 
-Operation = Literal["rmsnorm", "layernorm", "norm_forward", "norm_backward", "norm_quant"]
+Operation = Literal["norm_forward", "norm_backward", "norm_quant"]
 
 # ROCm devices call themselves "cuda" in torch.
 _GPUS = ("cuda", "xpu")
