@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from backward_cases import CASES, SLOW_CASES, BackwardCase, check
-from norm_cases import BF16, FP16, FP32
+from backward_cases import BACKWARD_CHOICES, CASES, SLOW_CASES, BackwardCase, check
+from norm_cases import BF16, FP16, FP32, covering_cases
 from normswap_kernels import add_rms_norm, cpu, rms_norm
 from normswap_kernels.formula import Formula
 from normswap_kernels.gradients import Gradients, closed_form
@@ -38,7 +38,15 @@ def differentiate(
     return cpu.backward(formula, grad, None, row, None, weight, bias_dtype, scale, mean)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+# What is compiled, in more combinations than it has among all.
+COVERED = covering_cases(
+    300_000,
+    {**BACKWARD_CHOICES, "gate": ("none",), "eps_position": ("inside",), "partial": (False,)},
+    BackwardCase,
+)
+
+
+@pytest.mark.parametrize("case", [*CASES, *COVERED], ids=str)
 def test_gradients_are_within_the_budget(case: BackwardCase) -> None:
     check(case, _run(case))
 
@@ -88,13 +96,15 @@ def test_a_rows_gradient_does_not_see_its_neighbours(kind: str, width: int) -> N
 
 
 def test_a_gain_of_many_rows_is_summed_exactly_enough() -> None:
-    row, grad, weight = torch.randn(300_000, 16) + 0.3, torch.rand(300_000, 16), torch.randn(16)
+    row, weight = torch.randn(300_000, 16) + 0.3, torch.randn(16)
+    # The same number again and again is rounded the same way again and again.
+    grad = torch.full((300_000, 16), 0.1)
     found = differentiate(RMS, grad, row, weight, FP32)
     truth = closed_form(RMS, grad.double(), None, row.double(), None, weight.double(), torch.float64)
     for ours, exact in ((found.weight, truth.weight), (found.bias, truth.bias)):
         assert ours is not None and exact is not None
-        # One after the other, 300,000 numbers would be off by a thousandth.
-        assert ((ours.double() - exact).abs() / exact.abs()).max() < 3e-6
+        # One after the other, 5,000 numbers would be off by 4e-5.
+        assert ((ours.double() - exact).abs() / exact.abs()).max() < 5e-6
 
 
 @pytest.mark.parametrize("dtype", (FP32, FP16, BF16), ids=str)

@@ -32,6 +32,7 @@ def loaded() -> cpu_compiled.Library:
     """The library of this process."""
     found = cpu_library.library()
     assert found is not None, "there is a compiler, and no library"
+    assert found.backward is not None and found.quantizes, "the library does not agree with torch"
     return found
 
 
