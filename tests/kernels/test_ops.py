@@ -192,6 +192,19 @@ def test_rounded_oracle_is_near_the_operation(case: str) -> None:
         torch.testing.assert_close(a, b, rtol=2**-10, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", ("layer", "add layer"))
+def test_gradients_of_a_narrow_layer_norm_are_those_of_its_wide_statistics(case: str) -> None:
+    _, call, _ = CALLS[case]
+    ours = [t.requires_grad_() for t in tensors_of(case, (300, 64), BF16)]
+    truth = [t.detach().double().requires_grad_() for t in ours]
+    expected, grad = listed(oracle(case, formula_of(case, FP64), *truth))[0], torch.randn(300, 64, dtype=BF16)
+    listed(call(*ours))[0].backward(grad)
+    expected.backward(grad.double())
+    for mine, its in zip(ours, truth, strict=True):
+        if its.grad is not None:
+            assert (mine.grad.double() - its.grad).norm() <= 0.004 * its.grad.norm()
+
+
 def test_layers_are_stateless_and_do_what_they_replace() -> None:
     for layer in (layers.RMSNorm, layers.LayerNorm):
         assert layer.__init__ is nn.Module.__init__

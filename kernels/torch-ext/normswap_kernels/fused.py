@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .formula import Activation, Formula, GatePosition, Kind, product_rounding
-from .registration import outside_of_eager, run, run_quantize
+from .registration import outside_of_eager, recorded, run, run_quantize
 from .validation import check_companion, check_input, check_norm, check_options, check_quantized, check_rounding
 
 
@@ -261,10 +261,11 @@ def _add(
 ) -> tuple[Tensor, Tensor]:
     if kind == "layer" and _is_torchs(x, residual, offset, round_dtype, out_dtype, sum_dtype, backend):
         try:
-            if 0 <= eps < math.inf:
+            # Beside narrow parameters torch keeps narrow statistics: gradients that are off by percents.
+            if 0 <= eps < math.inf and (x.dtype is torch.float32 or not recorded((x, residual, weight, bias))):
                 summed = x + residual
                 return torch.layer_norm(summed, (x.size(-1),), weight, bias, eps, False), summed.contiguous()
-        except (IndexError, RuntimeError, TypeError):
+        except (AttributeError, IndexError, RuntimeError, TypeError):
             # In words below, or by an implementation that takes more dtypes.
             pass
     check_input(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .formula import EpsPosition, Formula, Kind, Reduction, product_rounding
-from .registration import outside_of_eager, run
+from .registration import outside_of_eager, recorded, run
 from .validation import check_input, check_norm, check_options
 
 
@@ -131,9 +131,12 @@ def layer_norm(
         and not outside_of_eager()
     ):
         try:
-            if 0 <= eps < math.inf:
+            # Beside narrow parameters torch keeps narrow statistics: gradients that are off by percents.
+            if 0 <= eps < math.inf and (
+                not torch.is_grad_enabled() or x.dtype is torch.float32 or not recorded((x, weight, bias))
+            ):
                 return torch.layer_norm(x, (x.size(-1),), weight, bias, eps, False)
-        except (IndexError, RuntimeError, TypeError):
+        except (AttributeError, IndexError, RuntimeError, TypeError):
             # In words below, or by an implementation that takes more dtypes.
             pass
     check_input(x)
