@@ -176,13 +176,12 @@ def run_quantize(
     formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Run the quantizing norm, likewise; returns values and scales."""
-    tensors: Any = x, weight, bias
-    if recorded(tensors):
-        tensors = tuple(None if t is None else t.detach() for t in tensors)
-    if plain(tensors):
-        return engine.quantize(formula, *tensors, dtype, backend)
-    _refuse_transforms("rms_norm_quant", tensors)
-    values, scales = QUANTIZE(*tensors, *_flat(formula), dtype, backend)
+    if recorded((x, weight, bias)):
+        x, weight, bias = x.detach(), *(None if t is None else t.detach() for t in (weight, bias))
+    if plain((x, weight, bias)):
+        return engine.quantize(formula, x, weight, bias, dtype, backend)
+    _refuse_transforms("rms_norm_quant", (x, weight, bias))
+    values, scales = QUANTIZE(x, weight, bias, *_flat(formula), dtype, backend)
     return values, scales
 
 
