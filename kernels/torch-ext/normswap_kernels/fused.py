@@ -278,9 +278,9 @@ def _add(
     product_dtype = product_rounding(round_dtype, out_dtype, weight, bias)
     formula = Formula(kind, eps, offset, round_dtype, product_dtype, out_dtype, sum_dtype=total)
     check_norm(formula, x, weight, bias)
-    y, total_rows = run(name, formula, x, residual, None, weight, bias, backend)
-    assert total_rows is not None
-    return y, total_rows
+    y, new_residual = run(name, formula, x, residual, None, weight, bias, backend)
+    assert new_residual is not None
+    return y, new_residual
 
 
 def _is_torchs(
