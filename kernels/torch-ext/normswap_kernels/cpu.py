@@ -155,9 +155,6 @@ def backward(
         dgate = None if gate is None else torch.empty_like(gate)
         in_large_pages(drow, dgate)
         shape = row.size(0), 1, row.size(1)
-        if shape[0] == 1 and formula.kind == "layer" and grad.dtype == row.dtype and _is_usual(formula):
-            # Torch adds up the rows that each of its threads has had: with one row there is one such sum.
-            return _native_layer_norm_backward(formula, grad, grad_sum, row, weight, bias_dtype, rstd, mean, wanted)
         sums = _run_backward(formula, shape, (*tensors, drow, dgate), (rstd, mean), weight, wanted)
     else:
         order = None if formula.kind == "layer" else row_order(row, 1 + per_head)
@@ -175,37 +172,6 @@ def backward(
     dtypes = None if weight is None else weight.dtype, bias_dtype
     dweight, dbias = (None if t is None else t.to(d).view(parameter) for t, d in zip(sums, dtypes, strict=True))
     return Gradients(drow, dgate, dweight, dbias)
-
-
-def _native_layer_norm_backward(
-    formula: Formula,
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    row: Tensor,
-    weight: Tensor | None,
-    bias_dtype: torch.dtype | None,
-    rstd: Tensor,
-    mean: Tensor | None,
-    wanted: tuple[bool, bool],
-) -> Gradients:
-    """Differentiate LayerNorm by torch's own kernel, in fewer operations than `cpu_blocks` takes."""
-    gain = weight
-    if weight is None:
-        # Torch looks at the gain to see that the statistics are float32.
-        gain = torch.ones_like(row[0], dtype=rstd.dtype)
-    elif weight.dtype != rstd.dtype or formula.offset:
-        gain = weight.to(rstd.dtype) + formula.offset
-    drow, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        grad, row, row.shape[-1:], mean, rstd, gain, None, (True, *wanted)
-    )
-    if grad_sum is not None:
-        drow = (drow.to(rstd.dtype) + grad_sum).to(row.dtype)
-    return Gradients(
-        drow,
-        None,
-        dweight.to(weight.dtype) if wanted[0] and weight is not None else None,
-        dbias.to(bias_dtype) if bias_dtype is not None else None,
-    )
 
 
 def _run_backward(
@@ -282,13 +248,11 @@ def _is_native(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor 
         formula.round_dtype is None
         and formula.out_dtype == (formula.sum_dtype or x.dtype)
         and (formula.product_dtype is None or weight is None)
-        and _is_usual(formula)
+        and formula.eps_position == "inside"
+        and formula.groups == 1
+        and formula.gate_position == "none"
         and not _is_per_head(weight, bias)
     )
-
-
-def _is_usual(formula: Formula) -> bool:
-    return formula.eps_position == "inside" and formula.groups == 1 and formula.gate_position == "none"
 
 
 def _native_layer_norm(
