@@ -349,7 +349,8 @@ def device_of(device: torch.device) -> Device:
     if torch.version.hip:
         return Device(64, False, properties.multi_processor_count, False, 64 * 1024)
     native = (properties.major, properties.minor) >= (8, 9)
-    shared = properties.shared_memory_per_block_optin
+    least = Device._field_defaults["shared_bytes"]
+    shared = getattr(properties, "shared_memory_per_block_optin", least)
     return Device(32, native, properties.multi_processor_count, False, shared)
 
 
