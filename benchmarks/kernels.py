@@ -81,7 +81,7 @@ def measure(case: Case, peers: list[str], clock: Clock, device: torch.device) ->
     oracle = Oracle(case, inputs, gradients)
     recorded: dict[str, Peer] = {}
     with torch.set_grad_enabled(case.direction == "backward"):
-        calls = [prepare(partial(ours, case), case, inputs, gradients), copying(case.least_bytes, device)]
+        calls = [prepare(ours(case), case, inputs, gradients), copying(case.least_bytes, device)]
         verdict = oracle.judge(calls[0]())
         timed = []
         for name in peers:
