@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from norm_cases import BF16, FP16, FP32, Case, check, check_statistics, covering_cases
-from normswap_kernels import add_layer_norm, add_rms_norm, cpu, cpu_blocks, layer_norm, reference, rms_norm
+from normswap_kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    cpu,
+    cpu_blocks,
+    gated_rms_norm,
+    layer_norm,
+    reference,
+    rms_norm,
+)
 from normswap_kernels.formula import Formula
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -120,6 +129,23 @@ def test_a_row_does_not_see_its_neighbours(kind: str, dtype: torch.dtype, width:
     assert torch.equal(beside[keep], batch[keep])
     assert beside[1].isnan().all()
     assert beside[69].isnan().any()
+
+
+@pytest.mark.parametrize("width", (1, 3, 17, 127, 4096, 40_000))
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+@pytest.mark.parametrize("position", ("before", "after"))
+def test_a_gated_row_does_not_see_its_neighbours(position: str, dtype: torch.dtype, width: int) -> None:
+    x, gate = torch.randn(9, width).to(dtype), 3 * torch.randn(9, width).to(dtype)
+    for activation in ("silu", "sigmoid"):
+        options = {"eps": 1e-6, "gate_position": position, "activation": activation}
+        batch = gated_rms_norm(x, gate, **options)
+        for rows in (slice(0, 1), slice(8, 9), slice(3, 5)):
+            assert torch.equal(gated_rms_norm(x[rows], gate[rows], **options), batch[rows]), rows
+        # Nor its place in a row.
+        places = torch.randperm(width)
+        if position == "after":
+            moved = gated_rms_norm(torch.ones_like(x), gate[:, places], **options)
+            assert torch.equal(moved, gated_rms_norm(torch.ones_like(x), gate, **options)[:, places])
 
 
 def test_an_input_of_several_blocks_is_what_its_parts_are() -> None:

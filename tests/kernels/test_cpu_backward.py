@@ -29,19 +29,24 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def differentiate(
-    formula: Formula, grad: Tensor, row: Tensor, weight: Tensor | None, bias_dtype: torch.dtype | None = None
+    formula: Formula,
+    grad: Tensor,
+    row: Tensor,
+    weight: Tensor | None,
+    bias_dtype: torch.dtype | None = None,
+    gate: Tensor | None = None,
 ) -> Gradients:
     """Run forward and backward."""
     bias = None if bias_dtype is None else torch.zeros(row.shape[-1], dtype=bias_dtype)
-    _, _, scale, mean = cpu.forward(formula, row, None, None, weight, bias, True)
+    _, _, scale, mean = cpu.forward(formula, row, None, gate, weight, bias, True)
     assert scale is not None
-    return cpu.backward(formula, grad, None, row, None, weight, bias_dtype, scale, mean)
+    return cpu.backward(formula, grad, None, row, gate, weight, bias_dtype, scale, mean)
 
 
 # What is compiled, in more combinations than it has among all.
 COVERED = covering_cases(
     300_000,
-    {**BACKWARD_CHOICES, "gate": ("none",), "eps_position": ("inside",), "partial": (False,)},
+    {**BACKWARD_CHOICES, "eps_position": ("inside",), "partial": (False,)},
     BackwardCase,
 )
 
@@ -80,6 +85,30 @@ def test_gradients_do_not_depend_on_the_threads(kind: str, shape: tuple[int, int
         if ours is not None and second is not None and expected is not None:
             assert torch.equal(ours, expected), f"{name} is another with {threads} threads"
             assert torch.equal(ours, second), f"{name} is another in another run"
+
+
+@pytest.mark.parametrize("position", ("before", "after"))
+def test_gradients_of_a_gate_do_not_depend_on_the_threads(position: str, threads: int) -> None:
+    formula = RMS._replace(gate_position=position)  # type: ignore[arg-type]
+    row, grad, gate, weight = (torch.randn(n, 512) for n in (3000, 3000, 3000, 1))
+    found = differentiate(formula, grad, row, weight[0], gate=gate)
+    torch.set_num_threads(1)
+    alone = differentiate(formula, grad, row, weight[0], gate=gate)
+    for ours, expected in zip(found[:3], alone[:3], strict=True):
+        assert ours is not None and expected is not None and torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("position", ("before", "after"))
+@pytest.mark.parametrize("activation", ("silu", "sigmoid"))
+def test_gradients_of_a_gate_do_not_see_their_neighbours(position: str, activation: str) -> None:
+    formula = RMS._replace(gate_position=position, activation=activation)  # type: ignore[arg-type]
+    for width in (1, 3, 127, 1024):
+        row, grad, gate, weight = (torch.randn(n, width) for n in (130, 130, 130, 1))
+        found = differentiate(formula, grad, row, weight[0], gate=gate)
+        for part in (slice(0, 1), slice(129, 130), slice(3, 5)):
+            alone = differentiate(formula, grad[part], row[part], weight[0], gate=gate[part])
+            assert found.gate is not None and alone.gate is not None
+            assert torch.equal(alone.row, found.row[part]) and torch.equal(alone.gate, found.gate[part])
 
 
 @pytest.mark.parametrize("kind", ("rms", "layer"))

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from norm_cases import BF16, CHOICES, FP16, FP32, Case, covering_cases
+from norm_cases import BF16, CHOICES, FP16, FP32, Case, check, check_statistics, covering_cases
 from normswap_kernels import cpu, cpu_build, cpu_check, cpu_compiled, cpu_library, rms_norm
-from normswap_kernels.formula import Formula
+from normswap_kernels.formula import Activation, Formula, GatePosition
+from torch import Tensor
 
 LLAMA = Formula("rms", 1e-6, 0.0, BF16, None, BF16)
 COMPILER = cpu_build.find_compiler()
 
 # What is compiled.
-COVERED = {"kind": ("rms",), "gate": ("none",), "eps_position": ("inside",)}
+COVERED = {**CHOICES, "kind": ("rms",), "gate": ("none",), "eps_position": ("inside",)}
+GATED = {**COVERED, "gate": ("before", "after")}
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler, and finds none")
 
@@ -32,7 +35,7 @@ def loaded() -> cpu_compiled.Library:
     """The library of this process."""
     found = cpu_library.library()
     assert found is not None, "there is a compiler, and no library"
-    assert found.backward is not None and found.quantizes, "the library does not agree with torch"
+    assert found.backward is not None and found.quantizes and found.gates, "the library does not agree with torch"
     return found
 
 
@@ -103,17 +106,21 @@ CALL = """
 """
 
 
-@pytest.mark.parametrize("case", covering_cases(choices={**CHOICES, **COVERED}), ids=str)
-def test_gives_the_bits_of_torchs_operations(
-    case: Case, loaded: cpu_compiled.Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran = []
+@pytest.fixture
+def ran(loaded: cpu_compiled.Library, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What the library was called with since."""
+    packed: list[bytes] = []
 
-    def forward(packed: bytes) -> None:
-        ran.append(packed)
-        loaded.forward(packed)
+    def counted(function: Callable[[bytes], None]) -> Callable[[bytes], None]:
+        return lambda call: (packed.append(call), function(call))[1]
 
-    monkeypatch.setattr(cpu_library, "_library", loaded._replace(forward=forward))
+    changed = loaded._replace(forward=counted(loaded.forward), backward=counted(loaded.backward))
+    monkeypatch.setattr(cpu_library, "_library", changed)
+    return packed
+
+
+@pytest.mark.parametrize("case", covering_cases(choices=COVERED), ids=str)
+def test_gives_the_bits_of_torchs_operations(case: Case, ran: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = cpu.forward(case.formula(), *case.inputs(), True)
     assert len(ran) == (case.rows > 0), "the case is covered, and was not compiled"
     monkeypatch.setattr(cpu_library, "_library", None)
@@ -123,6 +130,61 @@ def test_gives_the_bits_of_torchs_operations(
         if found is not None and expected is not None:
             assert found.stride() == expected.stride()
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("case", covering_cases(300_000, GATED), ids=str)
+def test_a_gate_is_compiled_and_within_the_bounds(case: Case, ran: list[bytes]) -> None:
+    formula, inputs, shape = case.formula(), case.inputs(), case.shape
+    result, summed, scale, _ = cpu.forward(formula, *inputs, True)
+    check(case, result, summed)
+    assert scale is not None
+    if not case.rows:
+        return
+    check_statistics(case, scale.reshape(case.rows, -1), None)
+    assert len(ran) == 1, "the case is covered, and was not compiled"
+    row = inputs.x if summed is None else summed
+    cpu.backward(formula, torch.ones(shape), None, row, inputs.gate, inputs.weight, None, scale, None)
+    assert len(ran) == 1 + (not case.partial), "the gradients are covered, and were not compiled"
+
+
+def sigmoid_and_silu(gate: Tensor, position: GatePosition) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield activations of a gate, and what they are in float64; by way of rows of ones, which are their own norm."""
+    activations: tuple[Activation, ...] = ("sigmoid", "silu")
+    for activation in activations:
+        formula = Formula("rms", 0.0, 0.0, None, None, FP32, gate_position=position, activation=activation)
+        truth = torch.sigmoid(gate.double()) * (gate.double() if activation == "silu" else 1.0)
+        if position == "after":
+            yield cpu.forward(formula, torch.ones_like(gate), None, gate, None, None, False)[0], truth
+        else:
+            # What was normalised is the result by its scale.
+            rows = gate.view(-1, 1)
+            y, _, scale, _ = cpu.forward(formula._replace(eps=1.0), torch.ones_like(rows), None, rows, None, None, True)
+            assert scale is not None
+            yield (y / scale).view(gate.shape), truth
+
+
+@pytest.mark.parametrize("position", ("before", "after"))
+def test_the_exponential_is_that_of_float64(position: GatePosition, ran: list[bytes]) -> None:
+    limits = torch.finfo(FP32)
+    gate = torch.cat([torch.linspace(-110, 110, 200_003), torch.logspace(-45, 0, 5000), -torch.logspace(-45, 2, 5000)])
+    for found, truth in sigmoid_and_silu(gate, position):
+        # Past float32 the exponential is infinite.
+        finite = gate >= -math.log(limits.max)
+        units = (found.double() - truth).abs() / (limits.eps * (truth.abs() + limits.smallest_normal))
+        assert units[finite].max() <= (1.5 if position == "after" else 2.0), f"off by {units[finite].max()} units"
+        assert (found[~finite] == 0).all()
+    assert len(ran) == 2
+
+
+def test_a_gate_that_is_no_number_gives_none(ran: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 3e38, -3e38, 1e-45])
+    ours = [found for found, _ in sigmoid_and_silu(gate, "after")]
+    assert len(ran) == 2
+    monkeypatch.setattr(cpu_library, "_library", None)
+    for found, (expected, _) in zip(ours, sigmoid_and_silu(gate, "after"), strict=True):
+        assert found[:2].isnan().all()
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("low", (0, 0x7FFF, 0x8000, 0x8001, 0x1000), ids=hex)
@@ -142,13 +204,16 @@ def test_what_is_not_covered_is_not_compiled() -> None:
     for formula in (
         LLAMA._replace(kind="layer"),
         LLAMA._replace(eps_position="clamp"),
-        LLAMA._replace(gate_position="after"),
         LLAMA._replace(out_dtype=FP16),
         LLAMA._replace(round_dtype=torch.float64),
     ):
         assert cpu_compiled.plan_forward(formula, BF16, None, 8) is None
     assert cpu_compiled.plan_forward(LLAMA, torch.float64, None, 8) is None
     assert cpu_compiled.plan_forward(LLAMA, BF16, None, 8) is not None
+    x = torch.empty(1, 8)
+    assert cpu_compiled.covers_backward(LLAMA._replace(gate_position="after"), x, None, x)
+    assert cpu_compiled.covers_backward(LLAMA._replace(kind="layer"), x, None, x)
+    assert not cpu_compiled.covers_backward(LLAMA._replace(kind="layer", gate_position="after"), x, None, x)
 
 
 def test_a_library_that_gives_other_bits_is_not_used(loaded: cpu_compiled.Library) -> None:
@@ -162,7 +227,7 @@ def test_a_library_that_gives_other_bits_is_not_used(loaded: cpu_compiled.Librar
     results = [torch.empty_like(x) for _ in cpu_check._LANES]
     for lanes, result in zip((loaded.lanes, *others), results, strict=True):
         changed = loaded._replace(lanes=lanes)
-        cpu_compiled.forward(changed, plan, (64, 1, 4096), x, None, None, None, result, None, None)
+        cpu_compiled.forward(changed, plan, (64, 1, 4096), x, None, None, None, None, result, None, None)
     assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
@@ -171,13 +236,38 @@ def test_what_alone_differs_from_torch_is_left_out(loaded: cpu_compiled.Library)
     assert found is not None and found.backward is None and found.quantizes
 
     def without_values(packed: bytes) -> None:
-        if not cpu_compiled._FORWARD.unpack(packed)[20]:
+        if not cpu_compiled._FORWARD.unpack(packed)[24]:
             loaded.forward(packed)
 
     plan = cpu_compiled.plan_forward(LLAMA, BF16, None, 8, torch.int8)
     assert plan is not None and plan[4] == 1
     found = cpu_check.prove(loaded._replace(forward=without_values))
-    assert found is not None and not found.quantizes and found.backward is not None
+    assert found is not None and not found.quantizes and found.gates and found.backward is not None
+
+
+@pytest.mark.parametrize("name", ("forward", "backward"))
+def test_without_its_gates_the_library_leaves_them_to_torch(
+    name: str, loaded: cpu_compiled.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, gated = (cpu_compiled._FORWARD, 32) if name == "forward" else (cpu_compiled._BACKWARD, 30)
+    function, ran = getattr(loaded, name), []
+
+    def with_the_other_activation(packed: bytes) -> None:
+        fields = list(layout.unpack(packed))
+        ran.append(fields[gated])
+        if fields[gated]:
+            fields[gated + 1] = 1 - fields[gated + 1]
+        function(layout.pack(*fields))
+
+    found = cpu_check.prove(loaded._replace(**{name: with_the_other_activation}))
+    assert found is not None and not found.gates and found.quantizes and found.backward is not None
+    monkeypatch.setattr(cpu_library, "_library", found)
+    ran.clear()
+    formula, x = LLAMA._replace(gate_position="after"), torch.randn(2, 8).to(BF16)
+    _, _, scale, _ = cpu.forward(formula, x, None, x, None, None, True)
+    assert scale is not None
+    cpu.backward(formula, x, None, x, x, None, None, scale, None)
+    assert not ran
 
 
 def test_a_kept_library_is_not_built_again(compiler: Callable[[], int], tmp_path: Path) -> None:

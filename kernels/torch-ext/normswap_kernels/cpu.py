@@ -1,8 +1,9 @@
 """The CPU implementation: which way a call is computed.
 
 LayerNorm with one rounding is torch's own kernel, which reads and writes each row once. What `cpu_compiled` covers is
-compiled, where there is a compiler. The rest goes through `cpu_blocks`. Tensors have the shapes of the public
-operations.
+compiled, where there is a compiler. The rest goes through `cpu_blocks`. Both ways give the same results bit for bit,
+but for gates, where they differ in float32's last digits: each has an exponential of its own. Tensors have the shapes
+of the public operations.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def forward(
     if formula.kind == "layer" and _is_native(formula, x, weight, bias):
         return _native_layer_norm(formula, x, residual, weight, bias, save)
     plan = None
-    if (loaded := library()) is not None and compiled.takes(weight) and compiled.takes(bias):
+    if (loaded := library()) is not None and compiled.takes(weight, bias, gate) and (gate is None or loaded.gates):
         width = x.size(-1) // formula.groups
         plan = compiled.plan_forward(formula, x.dtype, None if residual is None else residual.dtype, width)
     compute = blocks.compute_dtype(x)
@@ -82,7 +83,7 @@ def forward(
         if loaded is not None and plan is not None:
             heads, width = x.size(-2) if _is_per_head(weight, bias) else 1, x.size(-1)
             shape = numel // (heads * width), heads, width
-            compiled.forward(loaded, plan, shape, x, residual, weight, bias, y, summed, rstd)
+            compiled.forward(loaded, plan, shape, x, residual, gate, weight, bias, y, summed, rstd)
         else:
             applied = blocks.parameters(formula, weight, bias, compute)
             blocks.forward(formula, x, residual, gate, applied, y, summed, rstd, mean)
@@ -101,7 +102,8 @@ def forward(
     added = None if residual is None else rows.view(residual)
     if loaded is not None and plan is not None:
         # The results lie densely in the order of these views.
-        compiled.forward(loaded, plan, rows.shape, rows.view(x), added, weight, bias, y, summed, rstd)
+        gating = None if gate is None else rows.view(gate)
+        compiled.forward(loaded, plan, rows.shape, rows.view(x), added, gating, weight, bias, y, summed, rstd)
         return y, summed, rstd, mean
     applied = blocks.parameters(formula, weight, bias, compute)
     gain, shift = (None if p is None else p.reshape(rows.shape[1:]) for p in applied[:2])
@@ -183,15 +185,17 @@ def _run_backward(
     wanted: tuple[bool, bool],
 ) -> Sequence[Tensor | None]:
     """Write the gradients of row and gate; return those of gain and bias, of ``G * D`` numbers, where wanted."""
-    grad, grad_sum, row, _, drow, _ = tensors
+    grad, grad_sum, row, gate, drow, dgate = tensors
     rstd, mean = statistics
     assert grad is not None and row is not None and drow is not None and rstd is not None
-    if compiled.covers_backward(formula, grad, grad_sum, row) and compiled.takes(weight):
+    if compiled.covers_backward(formula, grad, grad_sum, row) and compiled.takes(weight, gate):
         loaded = library()
-        if loaded is not None and loaded.backward is not None:
+        if loaded is not None and loaded.backward is not None and (gate is None or loaded.gates):
             size = shape[1] * shape[2]
             found = [torch.empty(size, dtype=torch.float32, device="cpu") if asked else None for asked in wanted]
-            compiled.backward(loaded, formula, shape, grad, grad_sum, row, weight, rstd, mean, drow, *found)
+            compiled.backward(
+                loaded, formula, shape, grad, grad_sum, row, gate, weight, rstd, mean, drow, dgate, *found
+            )
             return found
     gain = None if weight is None else weight.to(blocks.compute_dtype(row))
     if gain is not None and formula.offset:
@@ -229,10 +233,11 @@ def quantize(
     rows = find_rows(x, 1, False)
     rows_of_x = rows.view(x)
     plan = compiled.plan_forward(formula, x.dtype, None, x.size(-1), dtype)
-    if plan is not None and compiled.takes(weight) and compiled.takes(bias):
+    if plan is not None and compiled.takes(weight, bias):
         loaded = library()
         if loaded is not None and loaded.quantizes:
-            compiled.forward(loaded, plan, rows.shape, rows_of_x, None, weight, bias, None, None, None, values, scales)
+            given = rows_of_x, None, None, weight, bias
+            compiled.forward(loaded, plan, rows.shape, *given, None, None, None, values, scales)
             return values, scales
     views = [rows_of_x, rows.view(values), rows.view_statistics(scales).unsqueeze(-1)]
     for a, b, c in _parts(views, rows.shape, blocks.BLOCK):

@@ -20,10 +20,12 @@ from .formula import Formula
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NONE = -1
 _QUANTIZED = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_GATED = {"none": 0, "before": 1, "after": 2}
+_ACTIVATIONS = {"silu": 0, "sigmoid": 1}
 
 # The structs Forward and Backward of cpu_kernels.cpp.
-_FORWARD = struct.Struct("31q3d3q")
-_BACKWARD = struct.Struct("26q2d3q")
+_FORWARD = struct.Struct("37q3d3q")
+_BACKWARD = struct.Struct("33q2d3q")
 
 # Elements that a thread takes at a time in a forward, and at least in a backward.
 _CHUNK = 2**14
@@ -41,6 +43,7 @@ class Library(NamedTuple):
         forward: takes a packed ``Forward``.
         backward: takes a packed ``Backward``; None where it does not agree with torch.
         quantizes: whether ``forward`` quantizes as torch does.
+        gates: whether both take a gate, with results within a few units of float32 of torch's.
         parallel: address of OpenMP's function that runs a region.
         team: address of OpenMP's function that counts a region's threads.
         lanes: lanes of the vectors that torch sums with in this process.
@@ -49,6 +52,7 @@ class Library(NamedTuple):
     forward: Any
     backward: Any
     quantizes: bool
+    gates: bool
     parallel: int
     team: int
     lanes: int
@@ -90,7 +94,6 @@ def plan_forward(
         formula.kind != "rms"
         # Torch's square root is not the nearest number everywhere; its reciprocal square root is.
         or formula.eps_position != "inside"
-        or formula.gate_position != "none"
         or not {dtype, row, out} <= _TYPES.keys()
         or not {added, *roundings} <= known
         or (out != row and torch.float32 not in (out, row))
@@ -99,8 +102,9 @@ def plan_forward(
     counted = formula.partial or width
     middle, product = (_TYPES.get(t, _NONE) for t in roundings)  # type: ignore[arg-type]
     codes = (_TYPES[row], _TYPES[out], middle, product, _QUANTIZED.get(quantized, 0))  # type: ignore[arg-type,index]
+    gate = _GATED[formula.gate_position], _ACTIVATIONS[formula.activation]
     divisor = float(counted) if formula.reduction == "mean" else 1.0
-    return (*codes, counted, int(formula.offset != 0), divisor, formula.eps, formula.offset)
+    return (*codes, *gate, counted, int(formula.offset != 0), divisor, formula.eps, formula.offset)
 
 
 def forward(
@@ -109,6 +113,7 @@ def forward(
     shape: tuple[int, int, int],
     x: Tensor,
     residual: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     y: Tensor | None,
@@ -125,6 +130,7 @@ def forward(
         shape: ``(R, G, D)``.
         x: ``(R, G, D)`` of any strides, or dense in any shape.
         residual: likewise, or None.
+        gate: likewise, where the plan has one, or None.
         weight: ``G * D`` numbers of a dtype that the library `takes`, or None.
         bias: likewise, or None.
         y: ``R * G * D`` numbers, dense, for the result; None where it is quantized.
@@ -137,12 +143,12 @@ def forward(
     length = heads * width
     per_chunk = max(1, _CHUNK // length)
     threads = _threads(count * length, -(-count // per_chunk))
-    x, residual, weight, bias = _dense(x), _dense(residual), _whole(weight), _whole(bias)
+    x, residual, gate, weight, bias = _dense(x), _dense(residual), _dense(gate), _whole(weight), _whole(bias)
     packed = _FORWARD.pack(
         *(loaded.parallel, loaded.team, threads, count, heads, width),
-        *(*_rows(x, shape), *_rows(residual, shape), *_parameter(weight), *_parameter(bias)),
+        *(*_rows(x, shape), *_rows(residual, shape), *_rows(gate, shape), *_parameter(weight), *_parameter(bias)),
         *(0 if t is None else t.data_ptr() for t in (y, summed, values, scales, rstd)),
-        *(*plan[:6], loaded.lanes, *plan[6:]),
+        *(*plan[:8], loaded.lanes, *plan[8:]),
         *(per_chunk, 0, 0),
     )
     loaded.forward(packed)
@@ -155,10 +161,12 @@ def backward(
     grad: Tensor,
     grad_sum: Tensor | None,
     row: Tensor,
+    gate: Tensor | None,
     weight: Tensor | None,
     rstd: Tensor,
     mean: Tensor | None,
     drow: Tensor,
+    dgate: Tensor | None,
     dgain: Tensor | None,
     dshift: Tensor | None,
 ) -> None:
@@ -170,11 +178,13 @@ def backward(
         shape: ``(R, G, D)``.
         grad: ``(R, G, D)`` of any strides, gradient of the result.
         grad_sum: likewise, gradient of the sum with the residual, or None.
-        row: likewise, what was normalised.
+        row: likewise, what was normalised, before a gate.
+        gate: likewise, or None.
         weight: ``G * D`` numbers of a dtype that the library `takes`, or None.
         rstd: ``(R, G)`` float32.
         mean: ``(R, G)`` float32; None for RMSNorm.
         drow: ``R * G * D`` numbers, dense, for the gradient of ``row``.
+        dgate: likewise, for the gradient of the gate, or None.
         dgain: ``G * D`` numbers, dense float32, for the gradient of the gain, or None.
         dshift: likewise, for the gradient of the bias, or None.
     """
@@ -182,13 +192,22 @@ def backward(
     chunks = min(count, _CHUNKS, max(1, count * heads * width // _CHUNK))
     per_chunk = -(-count // chunks)
     share = 1.0 if formula.reduction == "sum" else 1.0 / width
-    grad, grad_sum, row = _dense(grad), _dense(grad_sum), _dense(row)
+    grad, grad_sum, row, gate = _dense(grad), _dense(grad_sum), _dense(row), _dense(gate)
     weight, rstd, mean = _whole(weight), _whole(rstd), _whole(mean)
     packed = _BACKWARD.pack(
         *(loaded.parallel, loaded.team, _threads(count * heads * width, chunks), count, heads, width),
-        *(*_rows(grad, shape), *_rows(grad_sum, shape), *_rows(row, shape), *_parameter(weight)),
-        *(0 if t is None else t.data_ptr() for t in (drow, rstd, mean, dgain, dshift)),
-        *(int(formula.offset != 0), formula.offset, share, per_chunk, 0, 0),
+        *(*_rows(grad, shape), *_rows(grad_sum, shape), *_rows(row, shape), *_rows(gate, shape), *_parameter(weight)),
+        *(0 if t is None else t.data_ptr() for t in (drow, dgate, rstd, mean, dgain, dshift)),
+        *(
+            _GATED[formula.gate_position],
+            _ACTIVATIONS[formula.activation],
+            int(formula.offset != 0),
+            formula.offset,
+            share,
+            per_chunk,
+            0,
+            0,
+        ),
     )
     loaded.backward(packed)
 
@@ -198,7 +217,7 @@ def covers_backward(formula: Formula, grad: Tensor, grad_sum: Tensor | None, row
     return (
         formula.eps_position == "inside"
         and not formula.partial
-        and formula.gate_position == "none"
+        and (formula.gate_position == "none" or formula.kind == "rms")
         and row.dtype in _TYPES
         and grad.dtype in _TYPES
         and (grad.dtype == row.dtype or torch.float32 in (grad.dtype, row.dtype))
@@ -206,9 +225,9 @@ def covers_backward(formula: Formula, grad: Tensor, grad_sum: Tensor | None, row
     )
 
 
-def takes(parameter: Tensor | None) -> bool:
-    """Whether the library takes a gain or a bias of this dtype."""
-    return parameter is None or parameter.dtype in _TYPES
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether the library takes gains, biases and gates of these dtypes."""
+    return all(t is None or t.dtype in _TYPES for t in tensors)
 
 
 _T = TypeVar("_T", Tensor, "Tensor | None")

@@ -60,7 +60,7 @@ def _open() -> tuple[Library | None, str]:
         function.argtypes, function.restype = [ctypes.c_char_p], None
     from .cpu_check import prove
 
-    found = prove(Library(loaded.normswap_forward, loaded.normswap_backward, True, parallel, team, 0))
+    found = prove(Library(loaded.normswap_forward, loaded.normswap_backward, True, True, parallel, team, 0))
     if unkept:
         unkept = f"the compiled norms are built anew by each process, since they cannot be kept: {unkept}"
     return found, unkept

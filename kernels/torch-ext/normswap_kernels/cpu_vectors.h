@@ -23,6 +23,8 @@ namespace {
 
 enum Type { kFloat = 0, kHalf = 1, kBrain = 2, kNone = -1 };
 
+INLINE int64_t size_of(int64_t type) { return type == kFloat ? 4 : 2; }
+
 template <int L>
 struct Lanes {
   typedef float F __attribute__((vector_size(4 * L)));
@@ -194,6 +196,12 @@ INLINE Vec load_any(const void* p, int64_t type, int64_t j, int64_t n) {
   return load<Brain, kWide>((const uint16_t*)p + j, n);
 }
 
+INLINE void store_any(void* p, int64_t type, int64_t j, Vec v, int64_t n) {
+  if (type == kFloat) return store<Float>((float*)p + j, v, n);
+  if (type == kHalf) return store<Half>((uint16_t*)p + j, v, n);
+  store<Brain>((uint16_t*)p + j, v, n);
+}
+
 INLINE Vec round_to(Vec v, int64_t type) {
   if (type == kBrain) return Brain::round<kWide>(v);
   if (type == kHalf) return Half::round<kWide>(v);
@@ -204,6 +212,43 @@ INLINE float add_lanes(Vec v) {
   float total = 0;
   for (int i = 0; i < kWide; i++) total += v[i];
   return total;
+}
+
+// e to the power of x, within about a unit in the last place, from denormal numbers to infinity; a NaN stays one.
+// x = k * ln 2 + r with |r| <= ln 2 / 2 (and a little), and e^r by its Taylor series, of which r^8 / 8! < 6e-9 is left
+// out. ln 2 is cut into 15 bits, whose product with k is exact, and the rest.
+INLINE Vec exponential(Vec x) {
+  // Past these e^x rounds to infinity and to 0, and k would leave the exponents below.
+  x = (Vec)choose<kWide>(x > 89.0f, (Bits)(Vec{} + 89.0f), (Bits)x);
+  x = (Vec)choose<kWide>(x < -104.0f, (Bits)(Vec{} - 104.0f), (Bits)x);
+  const float whole = 12582912.0f;
+  const Vec shifted = x * 0x1.715476p+0f + whole, k = shifted - whole;
+  const Vec r = (x - k * 0x1.62e4p-1f) - k * 0x1.7f7d1cp-20f;
+  Vec tail = Vec{} + 1.0f / 5040;
+  tail = tail * r + 1.0f / 720;
+  tail = tail * r + 1.0f / 120;
+  tail = tail * r + 1.0f / 24;
+  tail = tail * r + 1.0f / 6;
+  tail = tail * r + 1.0f / 2;
+  const Vec power = (tail * r * r + r) + 1.0f;
+  // By 2^k in two steps, neither of which leaves the exponents; the first is exact.
+  const Mask steps = (Mask)((Bits)shifted - (Bits)(Vec{} + whole)), half = steps >> 1;
+  return power * (Vec)((half + 127) << 23) * (Vec)((steps - half + 127) << 23);
+}
+
+enum Activation { kSilu = 0, kSigmoid = 1 };
+
+// The activation of a gate, and its derivative; rounded where cpu_blocks.py rounds.
+INLINE Vec activate(Vec gate, int64_t activation) {
+  const Vec below = exponential(-gate) + 1.0f;
+  return (activation == kSigmoid ? Vec{} + 1.0f : gate) / below;
+}
+INLINE Vec activate(Vec gate, int64_t activation, Vec& slope) {
+  const Vec below = exponential(-gate) + 1.0f, sigmoid = 1.0f / below;
+  const Vec activated = activation == kSigmoid ? sigmoid : gate / below;
+  const Vec rest = 1.0f - sigmoid;
+  slope = activation == kSigmoid ? sigmoid * rest : sigmoid + activated * rest;
+  return activated;
 }
 
 // Squares of a row, summed in the order of torch's sum over a dense last dimension with vectors of L floats:
@@ -307,7 +352,7 @@ struct Tensor {
   const void* data;
   int64_t type, row_stride, group_stride;  // strides in elements
   inline const void* at(int64_t r, int64_t g) const {
-    return (const char*)data + (r * row_stride + g * group_stride) * (type == kFloat ? 4 : 2);
+    return (const char*)data + (r * row_stride + g * group_stride) * size_of(type);
   }
 };
 
