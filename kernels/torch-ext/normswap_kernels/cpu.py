@@ -15,14 +15,18 @@ from torch import Tensor
 
 from . import cpu_blocks as blocks
 from . import cpu_compiled as compiled
+from .cpu_busy import is_busy
 from .cpu_library import library
 from .cpu_memory import SMALLEST, in_large_pages
 from .formula import Formula
 from .gradients import Gradients
 from .rows import empty_rows, empty_statistics, find_rows, row_order
 
-# A backward needs more buffers at a time than a forward.
+# A backward needs more buffers at a time than a forward. Its sums depend on it, so that it is the same on any machine.
 _BACKWARD_BLOCK = blocks.BLOCK // 4
+
+# Below this the system is not asked how busy it is: the answer takes some microseconds.
+_LARGE = 8 * blocks.SERIAL
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -60,8 +64,9 @@ def forward(
         plan = compiled.plan_forward(formula, x.dtype, None if residual is None else residual.dtype, width)
     compute = blocks.compute_dtype(x)
     layer, numel = formula.kind == "layer", x.numel()
+    block = blocks.BLOCK if plan is not None else _forward_block(numel)
     if (
-        0 < numel <= blocks.BLOCK
+        0 < numel <= block
         and formula.groups == 1
         and x.is_contiguous()
         and (residual is None or residual.is_contiguous())
@@ -110,7 +115,7 @@ def forward(
     applied = blocks.Parameters(gain, shift, applied.narrow)
     tensors = [rows.view(x), added, *(None if t is None else rows.view(t) for t in (gate, y, summed))]
     statistics = [None if t is None else rows.view_statistics(t).unsqueeze(-1) for t in (rstd, mean)]
-    for a, b, c, result, total, scale, centre in _parts([*tensors, *statistics], rows.shape, blocks.BLOCK):
+    for a, b, c, result, total, scale, centre in _parts([*tensors, *statistics], rows.shape, block):
         assert a is not None and result is not None
         blocks.forward(formula, a, b, c, applied, result, total, scale, centre)
     return y, summed, rstd, mean
@@ -240,7 +245,7 @@ def quantize(
             compiled.forward(loaded, plan, rows.shape, *given, None, None, None, values, scales)
             return values, scales
     views = [rows_of_x, rows.view(values), rows.view_statistics(scales).unsqueeze(-1)]
-    for a, b, c in _parts(views, rows.shape, blocks.BLOCK):
+    for a, b, c in _parts(views, rows.shape, _forward_block(x.numel())):
         assert a is not None and b is not None and c is not None
         y = forward(formula, a.squeeze(1), None, None, weight, bias, False)[0]
         blocks.quantize(y.float() if y.dtype != torch.float32 else y, b.squeeze(1), c.squeeze(1))
@@ -288,6 +293,11 @@ def _native_layer_norm(
         return torch.layer_norm(x, shape, weight, bias, formula.eps), summed, None, None
     y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, formula.eps)
     return y, summed, rstd, mean
+
+
+def _forward_block(numel: int) -> int:
+    """Give the elements of a block of a forward, whose results are the same with any."""
+    return blocks.SERIAL - 1 if numel >= _LARGE and is_busy() else blocks.BLOCK
 
 
 def _are_contiguous(tensors: Sequence[Tensor | None]) -> bool:

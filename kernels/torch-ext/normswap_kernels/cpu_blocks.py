@@ -2,7 +2,8 @@
 
 What is slow in an eager norm on a CPU is its temporaries, each as large as the input. Here the same primitives run
 in the same order on a block of rows at a time, in buffers that are reused, so that results are those of the eager
-class bit for bit (but for gates, whose activations are made of an exponential here). Arithmetic is float32, or float64 for a float64 input.
+class bit for bit; but for gates, whose activations are made of an exponential here. Arithmetic is float32, or float64
+for a float64 input.
 
 The operations run on torch's own threads. Threads of ours would share the cores with torch's, which go on spinning for
 a while after each operation (measured beside a model's linear layers on two cores: three times slower). Each

@@ -1,0 +1,25 @@
+"""Whether the machine has more to run than cores.
+
+Each of torch's operations ends with a barrier. Where other processes have the cores, its threads wait there for one
+that waits for a core, and one thread alone is done sooner.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_LOAD = Path("/proc/loadavg")
+
+
+def is_busy() -> bool:
+    """Whether more threads can run now than there are cores; False where the system does not say."""
+    return _runnable() > (os.cpu_count() or 1)
+
+
+def _runnable() -> int:
+    try:
+        # Its fourth field is "what can run now / all that there is".
+        return int(_LOAD.read_bytes().split()[3].partition(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
