@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from norm_cases import BF16, FP32
-from normswap_kernels import cpu, cpu_blocks, cpu_busy, cpu_library
+from normswap_kernels import cpu, cpu_blocks, cpu_blocks_backward, cpu_busy, cpu_library
 from normswap_kernels.formula import Formula
 
 
@@ -57,6 +57,54 @@ def test_a_busy_machine_gets_the_same_from_one_thread(
         assert (once is None) == (busy is None)
         if once is not None and again is not None and busy is not None:
             assert torch.equal(once, again) and torch.equal(once, busy)
+
+
+@pytest.mark.parametrize("shape", ((3000, 512), (13, 40_000), (2, 200_000), (300_000, 1), (5, 700_000)), ids=str)
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_a_busy_machine_gets_the_same_gradients_from_one_thread(
+    dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_library, "_library", None)
+    row, grad, gate = (torch.randn(shape).to(dtype) for _ in range(3))
+    weight, groups = torch.randn(shape[1]).to(dtype), 2 if shape[1] > 1 else 1
+    plain = Formula("rms", 1e-6, 0.0, None, None, dtype)
+    gated = plain._replace(groups=groups, gate_position="before")
+
+    def results() -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for formula, beside, bias, grad_sum in (
+            (plain, None, dtype, grad),
+            (plain._replace(kind="layer"), None, dtype, None),
+            (gated, gate, None, None),
+            (plain._replace(gate_position="after", eps_position="outside"), gate, None, grad),
+        ):
+            scale, mean = cpu.forward(formula, row, None, beside, weight, None, True)[2:]
+            assert scale is not None
+            found += cpu.backward(formula, grad, grad_sum, row, beside, weight, bias, scale, mean)
+        return found
+
+    largest = []
+
+    def differentiate(formula: Formula, given: torch.Tensor, *arguments: Any) -> Any:
+        largest.append(given.numel())
+        return part_differentiate(formula, given, *arguments)
+
+    part_differentiate = cpu_blocks_backward._differentiate
+    monkeypatch.setattr(cpu_blocks_backward, "_differentiate", differentiate)
+    found, threads = [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for runnable in (1, 1000):
+            monkeypatch.setattr(cpu_busy, "_runnable", lambda: runnable)  # noqa: B023
+            largest.clear()
+            found.append(results())
+            row_or_less = max(shape[1], cpu_blocks.SERIAL - 1)
+            assert (max(largest) <= row_or_less) == (runnable == 1000 or shape[1] == 700_000)
+    finally:
+        torch.set_num_threads(threads)
+    for once, busy in zip(*found, strict=True):
+        assert (once is None) == (busy is None)
+        assert once is None or busy is None or torch.equal(once, busy)
 
 
 @pytest.mark.parametrize("content", ("0.00 0.01 0.05 7/107 12345", "", "0.00 0.01", None))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_blocks as blocks
+from . import cpu_blocks_backward as blocks_backward
 from . import cpu_compiled as compiled
 from .cpu_busy import is_busy
 from .cpu_library import library
@@ -207,10 +208,14 @@ def _run_backward(
         gain = gain + formula.offset
     if gain is not None and row.dim() == 3:
         gain = gain.view(shape[1:])
+    kept = None
+    if row.numel() >= _LARGE and is_busy():
+        size = max(_BACKWARD_BLOCK, row[0].numel())
+        kept = [torch.empty(size, dtype=blocks.compute_dtype(row), device="cpu") if asked else None for asked in wanted]
     sums: Sequence[Tensor | None] = (None, None)
     for a, b, c, d, e, f, scale, centre in _parts([*tensors, *statistics], shape, _BACKWARD_BLOCK):
         assert a is not None and c is not None and e is not None and scale is not None
-        part = blocks.backward(formula, a, b, c, d, gain, scale, centre, e, f, wanted)
+        part = blocks_backward.backward(formula, a, b, c, d, gain, scale, centre, e, f, wanted, kept)
         sums = [new if old is None or new is None else old.add_(new) for old, new in zip(sums, part, strict=True)]
     return sums
 

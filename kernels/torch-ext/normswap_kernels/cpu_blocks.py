@@ -107,7 +107,7 @@ def forward(
         mean: ``(..., 1)``, for the mean of each row, or None.
     """
     compute = compute_dtype(x)
-    square, value, activated, total = _scratch(x.shape, compute)[:4]
+    square, value, activated, total = scratch(x.shape, compute)[:4]
     row = x
     if residual is not None:
         assert summed is not None
@@ -115,14 +115,14 @@ def forward(
         row = summed
     if formula.gate_position != "none":
         assert gate is not None
-        _activate(formula, gate, activated, square)
+        activate(formula, gate, activated, square)
     if formula.gate_position == "before":
         value.copy_(row)
         row = torch.mul(value, activated, out=value)
     elif row.dtype != compute:
         row = value.copy_(row)
     if formula.kind == "layer":
-        _sum_rows(row, total)
+        sum_rows(row, total)
         total.div_(scalar(x.size(-1), compute))
         if mean is not None:
             mean.copy_(total)
@@ -131,90 +131,6 @@ def forward(
     if rstd is not None:
         rstd.copy_(total)
     _finish(formula, torch.mul(row, total, out=value), y, applied, activated)
-
-
-def backward(
-    formula: Formula,
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    row: Tensor,
-    gate: Tensor | None,
-    gain: Tensor | None,
-    rstd: Tensor,
-    mean: Tensor | None,
-    drow: Tensor,
-    dgate: Tensor | None,
-    wanted: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Differentiate one block by the formula of `gradients.closed_form`.
-
-    Args:
-        formula: what the forward computed.
-        grad: ``(R, G, D)`` or ``(R, D)``, as all of these, gradient of the result.
-        grad_sum: ``(R, G, D)``, gradient of the sum with the residual, or None.
-        row: ``(R, G, D)``, what was normalised, before a gate.
-        gate: ``(R, G, D)`` or None.
-        gain: ``(G, D)``, the weight with its offset, in the dtype of the arithmetic, or None.
-        rstd: ``(R, G, 1)``, the scale of each row.
-        mean: ``(R, G, 1)``, the mean of each row; None for RMSNorm.
-        drow: ``(R, G, D)``, for the gradient of ``row``.
-        dgate: ``(R, G, D)``, for the gradient of the gate, or None.
-        wanted: whether the gradients of gain and bias are.
-
-    Returns:
-        The block's part of the gradients of gain and bias, ``(G, D)``, or None where not wanted.
-    """
-    product, normal, activated, along, slope, dy = _scratch(row.shape, compute_dtype(row))
-    width = row.size(-1)
-    normal.copy_(row)
-    if gate is not None:
-        _activate(formula, gate, activated, product, slope)
-        if formula.gate_position == "before":
-            normal.mul_(activated)
-    if formula.kind == "layer":
-        assert mean is not None
-        normal.sub_(mean)
-    through = None if formula.eps_position == "inside" else _passed(formula, normal, product, along)
-    normal.mul_(rstd)
-    dy.copy_(grad)
-    if gate is not None and formula.gate_position == "after":
-        assert dgate is not None
-        torch.mul(dy, normal, out=product)
-        if gain is not None:
-            product.mul_(gain)
-        dgate.copy_(product.mul_(slope))
-        dy.mul_(activated)
-    dshift = _sum_columns(dy) if wanted[1] else None
-    torch.mul(dy, normal, out=product)
-    dgain = _sum_columns(product) if wanted[0] else None
-    if gain is not None:
-        product.mul_(gain)
-        dy.mul_(gain)
-    counted = formula.partial or width
-    share = 1.0 if formula.reduction == "sum" else 1.0 / counted
-    _sum_rows(product, along)
-    if through is not None:
-        along.mul_(through)
-    # No operation that multiplies and adds: torch rounds it once or twice, as the elements are split over threads.
-    along.mul_(scalar(share, along.dtype))
-    if formula.kind == "layer":
-        means = torch.empty_like(along)
-        _sum_rows(dy, means)
-        dy.sub_(means.mul_(scalar(1.0 / width, means.dtype)))
-    if counted == width:
-        dy.sub_(normal.mul_(along))
-    else:
-        dy[..., :counted].sub_(normal[..., :counted].mul_(along))
-    dy.mul_(rstd)
-    if gate is not None and formula.gate_position == "before":
-        assert dgate is not None
-        product.copy_(row)
-        dgate.copy_(product.mul_(dy).mul_(slope))
-        dy.mul_(activated)
-    if grad_sum is not None:
-        dy.add_(grad_sum if grad_sum.dtype == dy.dtype else product.copy_(grad_sum))
-    drow.copy_(dy)
-    return dgain, dshift
 
 
 def quantize(y: Tensor, values: Tensor, scales: Tensor) -> None:
@@ -252,7 +168,7 @@ def _find_scale(formula: Formula, row: Tensor, square: Tensor, total: Tensor) ->
     if formula.partial:
         row, square = row[..., :counted], square[..., :counted]
     torch.mul(row, row, out=square)
-    _sum_rows(square, total)
+    sum_rows(square, total)
     width = scalar(counted if formula.reduction == "mean" else 1.0, total.dtype)
     eps = scalar(formula.eps, total.dtype)
     if formula.eps_position == "inside":
@@ -268,20 +184,8 @@ def _find_scale(formula: Formula, row: Tensor, square: Tensor, total: Tensor) ->
     total.reciprocal_()
 
 
-def _passed(formula: Formula, v: Tensor, square: Tensor, root: Tensor) -> Tensor:
-    """Return how much of the moment's gradient passes through the scale; from the moment, which the scale blurs."""
-    counted = formula.partial or v.size(-1)
-    torch.mul(v[..., :counted], v[..., :counted], out=square[..., :counted])
-    _sum_rows(square[..., :counted], root)
-    if formula.reduction == "mean":
-        root.div_(scalar(counted, root.dtype))
-    root.sqrt_()
-    if formula.eps_position == "outside":
-        return torch.where(root > 0, 1 + formula.eps / root, 0.0)
-    return (root > formula.eps).to(root.dtype)
-
-
-def _activate(formula: Formula, gate: Tensor, activated: Tensor, scratch: Tensor, slope: Tensor | None = None) -> None:
+def activate(formula: Formula, gate: Tensor, activated: Tensor, scratch: Tensor, slope: Tensor | None = None) -> None:
+    """Write the activation of a gate and, where asked for, its derivative; ``scratch`` is of their shape too."""
     # The same function forward and backward: what is centred by a saved mean must be what the mean was taken of. And
     # neither torch.sigmoid nor silu, which treat the last elements of a thread's share otherwise than the rest, so
     # that a row's result would depend on the rows beside it.
@@ -334,7 +238,8 @@ def _round(value: Tensor, dtype: torch.dtype | None, room: Tensor) -> None:
     value.copy_(room.copy_(value) if room.dtype == dtype else value.to(dtype))
 
 
-def _sum_rows(rows: Tensor, total: Tensor) -> None:
+def sum_rows(rows: Tensor, total: Tensor) -> None:
+    """Add up each row in the order of torch's sum, the same for a row alone as for one among others."""
     width = rows.size(-1)
     if width >= SERIAL and total.numel() == 1:
         # Twice the same row: a sum with two results is not split over threads, and so is the same as among other rows.
@@ -343,17 +248,7 @@ def _sum_rows(rows: Tensor, total: Tensor) -> None:
         torch.sum(rows, -1, True, out=total)
 
 
-def _sum_columns(block: Tensor) -> Tensor:
-    count = block.size(0)
-    if count == 1:
-        return block[0].clone()
-    if count >= SERIAL and count == block.numel():
-        # One result would be summed by several threads in parts, as many as there are.
-        return block.expand(*block.shape[:-1], 2).sum(0)[..., :1]
-    return block.sum(0)
-
-
-def _scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def scratch(shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Give this thread's scratch space, undefined: the fourth has one number for each row, the others the shape."""
     views: dict[object, tuple[Tensor, ...]] | None = getattr(_local, "views", None)
     if views is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import cpu_blocks as blocks
 from . import cpu_compiled as compiled
+from .cpu_blocks_backward import backward
 from .formula import Activation, Formula, GatePosition, Kind
 
 # Lanes of the vectors that torch may sum with: AVX-512, AVX2, 128 bits.
@@ -97,7 +98,7 @@ def _backwards(library: compiled.Library) -> Iterator[Pair]:
                 library, formula, shape, grad, grad_sum, row, None, weight, rstd, mean, drow[0], None, *sums
             )
             gain = weight.float() + 1.0
-            theirs = blocks.backward(formula, grad, grad_sum, row, None, gain, rstd, mean, drow[1], None, (True, True))
+            theirs = backward(formula, grad, grad_sum, row, None, gain, rstd, mean, drow[1], None, (True, True))
             yield drow[0].float(), drow[1].float()
             for ours, other in zip(sums, theirs, strict=True):
                 assert other is not None
@@ -131,7 +132,7 @@ def _gates_agree(library: compiled.Library) -> bool:
         written = drow[0], dgate[0], dgain, None
         compiled.backward(library, formula, shape, grad, None, x, gate, weight, scale[1], None, *written)
         given = grad, None, x, gate, applied.gain, scale[1], None
-        theirs = blocks.backward(formula, *given, drow[1], dgate[1], (True, False))[0]
+        theirs = backward(formula, *given, drow[1], dgate[1], (True, False))[0]
         if theirs is None or not (_agree(*drow) and _agree(*dgate) and _agree(dgain, theirs)):
             return False
     return True
