@@ -10,6 +10,9 @@ from torch import Tensor
 from .cpu_blocks import SERIAL, activate, compute_dtype, scalar, scratch, sum_rows
 from .formula import Formula
 
+# Columns that torch adds up at a time in a sum over rows, or a multiple: four vectors of the longest.
+_COLUMNS = 64
+
 
 def backward(
     formula: Formula,
@@ -39,8 +42,8 @@ def backward(
         drow: ``(R, G, D)``, for the gradient of ``row``.
         dgate: ``(R, G, D)``, for the gradient of the gate, or None.
         wanted: whether the gradients of gain and bias are.
-        kept: room for ``R * G * D`` numbers for each gradient that is wanted, to compute all but their sums in the
-            calling thread; None to use all threads.
+        kept: room for ``R * G * D`` numbers for each gradient that is wanted, to compute in the calling thread (but
+            for the sums of many narrow rows); None to use all threads.
 
     Returns:
         The block's part of the gradients of gain and bias, ``(G, D)``, or None where not wanted.
@@ -55,7 +58,7 @@ def backward(
         a, b, c, d, scale, centre, e, f, *g = (None if t is None else t[start : start + length] for t in tensors)
         assert a is not None and c is not None and scale is not None and e is not None
         _differentiate(formula, a, b, c, d, gain, scale, centre, e, f, (False, False), g)
-    dgain, dshift = (None if t is None else _sum_columns(t) for t in terms)
+    dgain, dshift = (None if t is None else _sum_columns_alone(t) for t in terms)
     return dgain, dshift
 
 
@@ -151,3 +154,15 @@ def _sum_columns(block: Tensor) -> Tensor:
         # One result would be summed by several threads in parts, as many as there are.
         return block.expand(*block.shape[:-1], 2).sum(0)[..., :1]
     return block.sum(0)
+
+
+def _sum_columns_alone(block: Tensor) -> Tensor:
+    """Add up as `_sum_columns` does, to the last digit, some columns at a time, so that one thread does it."""
+    count, size = block.size(0), block[0].numel()
+    columns = (SERIAL - 1) // count // _COLUMNS * _COLUMNS
+    if count == 1 or not columns or size <= columns:
+        return _sum_columns(block)
+    rows, total = block.view(count, size), torch.empty_like(block[0])
+    for parts in zip(rows.split(columns, 1), total.view(size).split(columns), strict=True):
+        torch.sum(parts[0], 0, out=parts[1])
+    return total
