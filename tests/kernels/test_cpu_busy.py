@@ -40,8 +40,13 @@ def test_a_busy_machine_gets_the_same_from_one_thread(
         largest.append(rows.numel())
         block_forward(formula, rows, *arguments)
 
-    block_forward = cpu_blocks.forward
+    def quantize(y: torch.Tensor, *arguments: torch.Tensor) -> None:
+        largest.append(y.numel())
+        block_quantize(y, *arguments)
+
+    block_forward, block_quantize = cpu_blocks.forward, cpu_blocks.quantize
     monkeypatch.setattr(cpu_blocks, "forward", forward)
+    monkeypatch.setattr(cpu_blocks, "quantize", quantize)
     found, threads = [], torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -7,7 +7,8 @@ for a float64 input.
 
 The operations run on torch's own threads. Threads of ours would share the cores with torch's, which go on spinning for
 a while after each operation (measured beside a model's linear layers on two cores: three times slower). Each
-operation ends with a barrier, which is dear on a busy machine, so blocks are as large as the cache allows.
+operation ends with a barrier, which is dear on a busy machine, so blocks are as large as the cache allows; and where
+more threads can run than there are cores, they are so small that torch runs them in the calling thread.
 
 A block is ``(..., D)`` with as many rows as fit, its parameters ``(D,)`` or ``(G, D)``, its statistics ``(..., 1)``.
 """
