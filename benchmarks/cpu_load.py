@@ -3,7 +3,12 @@
 For each way in which OpenMP's threads may wait (spinning, the default, and sleeping), for each operation: the eager
 formula, ours without a compiler and ours compiled take turns in one process on two cores; in the loaded case a second
 process on the same cores runs the same contender at the same time. Figures are medians, ratios are to the eager
-formula in the same run.
+formula in the same run. A sample is shorter than a slice of a core's time, so that a median tells little of small
+inputs beside a second process.
+
+Found on two cores of an AMD EPYC with torch 2.13, among other processes: at 2048 x 4096 ours without a compiler is 3.2
+to 7.2 times as fast as the eager formula, compiled 5.7 to 21 times, alone and beside the second process under both ways
+of waiting; at 1 x 4096 0.75 to 1.0 and 1.3 to 1.6 times. LayerNorm is torch's own, and takes a microsecond more a call.
 
     python benchmarks/cpu_load.py [--operation NAME ...] [--shape ROWSxWIDTH ...] [--rounds N] [--json FILE]
 """

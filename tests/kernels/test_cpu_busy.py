@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from norm_cases import BF16, FP32
-from normswap_kernels import cpu, cpu_blocks, cpu_blocks_backward, cpu_busy, cpu_library
+from normswap_kernels import cpu, cpu_blocks, cpu_blocks_backward, cpu_busy, cpu_compiled, cpu_library
 from normswap_kernels.formula import Formula
 
 
@@ -126,6 +126,19 @@ def test_what_can_run_is_read_from_the_system(
     for cores, busy in ((6, True), (7, False)):
         monkeypatch.setattr(os, "cpu_count", lambda: cores)  # noqa: B023
         assert cpu_busy.is_busy() == (busy and cpu_busy._runnable() == 7)
+
+
+def test_what_is_compiled_stays_in_one_thread_where_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for runnable, expected in ((1, 2), (1000, 1)):
+            monkeypatch.setattr(cpu_busy, "_runnable", lambda: runnable)  # noqa: B023
+            assert cpu_compiled._threads(2**20, 64) == expected
+            assert cpu_compiled._threads(2**20 - 1, 64) == 2
+            assert cpu_compiled._threads(2**10, 64) == 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_small_input_does_not_ask_how_busy_the_system_is(monkeypatch: pytest.MonkeyPatch) -> None:

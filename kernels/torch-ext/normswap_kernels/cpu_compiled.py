@@ -1,7 +1,7 @@
 """The compiled CPU path: what it covers, and how it is called.
 
 It runs on torch's own threads, by way of the OpenMP library that torch has loaded; a short input stays in the thread
-that calls.
+that calls, and so does a large one where the cores are taken.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_blocks as blocks
+from .cpu_busy import is_busy
 from .formula import Formula
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -29,6 +30,9 @@ _BACKWARD = struct.Struct("33q2d3q")
 
 # Elements that a thread takes at a time in a forward, and at least in a backward.
 _CHUNK = 2**14
+
+# Below this the system is not asked how busy it is: the answer takes some microseconds.
+_LARGE = 2**20
 
 # Parts that a backward is cut into at most; a constant, since it decides in what order a gain's gradient is summed.
 _CHUNKS = 64
@@ -69,7 +73,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _threads(elements: int, chunks: int) -> int:
-    if elements < 2 * blocks.SERIAL or _forked:
+    if elements < 2 * blocks.SERIAL or _forked or (elements >= _LARGE and is_busy()):
         return 1
     return min(torch.get_num_threads(), elements // blocks.SERIAL, chunks)
 

@@ -307,8 +307,11 @@ INLINE float sum_squares_as_torch(const typename H::T* row, int64_t width, int64
   return sum_squares<H, 4>(row, width);
 }
 
-// Work on torch's own threads. A thread that finds no more work yields its core until all have arrived: the barrier
-// at the end of the region, which spins, is then passed at once.
+// Looks at a counter, some 50 microseconds, before a thread yields its core.
+constexpr int kPatience = 2000;
+
+// Work on torch's own threads. A thread that finds no more work waits a little and then yields its core until all have
+// arrived: the barrier at the end of the region, which spins, is then passed at once.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 struct Region {
   void (*work)(const void*, int64_t);
@@ -318,6 +321,16 @@ struct Region {
   int (*team)();
 };
 
+// The others are mostly a few microseconds behind, and who yields to another process comes back milliseconds later.
+void wait_for(const int64_t* counter, int64_t least) {
+  for (int i = 0; __atomic_load_n(counter, __ATOMIC_ACQUIRE) < least; i++) {
+    if (i >= kPatience) sched_yield();
+#if X86
+    else _mm_pause();
+#endif
+  }
+}
+
 void run(void* argument) {
   Region* region = (Region*)argument;
   int64_t i;
@@ -326,14 +339,14 @@ void run(void* argument) {
     __atomic_fetch_add(&region->done, 1, __ATOMIC_RELEASE);
   }
   if (region->finish) {
-    while (__atomic_load_n(&region->done, __ATOMIC_ACQUIRE) < region->chunks) sched_yield();
+    wait_for(&region->done, region->chunks);
     while ((i = __atomic_fetch_add(&region->last_next, 1, __ATOMIC_RELAXED)) < region->last_chunks)
       region->finish(region->call, i);
   }
   if (!region->team) return;
   const int64_t team = region->team();
   __atomic_fetch_add(&region->arrived, 1, __ATOMIC_ACQ_REL);
-  while (__atomic_load_n(&region->arrived, __ATOMIC_ACQUIRE) < team) sched_yield();
+  wait_for(&region->arrived, team);
 }
 
 struct Threads {
