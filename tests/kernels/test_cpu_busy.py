@@ -134,8 +134,8 @@ def test_what_is_compiled_stays_in_one_thread_where_the_machine_is_busy(monkeypa
     try:
         for runnable, expected in ((1, 2), (1000, 1)):
             monkeypatch.setattr(cpu_busy, "_runnable", lambda: runnable)  # noqa: B023
-            assert cpu_compiled._threads(2**20, 64) == expected
-            assert cpu_compiled._threads(2**20 - 1, 64) == 2
+            assert cpu_compiled._threads(2**19, 64) == expected
+            assert cpu_compiled._threads(2**19 - 1, 64) == 2
             assert cpu_compiled._threads(2**10, 64) == 1
     finally:
         torch.set_num_threads(threads)

@@ -9,9 +9,8 @@ with blocks for one; compiled, 22 ms and 9 ms. The class of transformers takes 2
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-_LOAD = Path("/proc/loadavg")
+_LOAD = "/proc/loadavg"
 
 
 def is_busy() -> bool:
@@ -21,7 +20,12 @@ def is_busy() -> bool:
 
 def _runnable() -> int:
     try:
-        # Its fourth field is "what can run now / all that there is".
-        return int(_LOAD.read_bytes().split()[3].partition(b"/")[0])
+        # Not by way of a file object, which takes twice as long.
+        file = os.open(_LOAD, os.O_RDONLY)
+        try:
+            # The fourth field is "what can run now / all that there is".
+            return int(os.read(file, 128).split()[3].partition(b"/")[0])
+        finally:
+            os.close(file)
     except (OSError, ValueError, IndexError):
         return 0

@@ -32,7 +32,7 @@ _BACKWARD = struct.Struct("33q2d3q")
 _CHUNK = 2**14
 
 # Below this the system is not asked how busy it is: the answer takes some microseconds.
-_LARGE = 2**20
+_LARGE = 2**19
 
 # Parts that a backward is cut into at most; a constant, since it decides in what order a gain's gradient is summed.
 _CHUNKS = 64
