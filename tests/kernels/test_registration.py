@@ -156,3 +156,41 @@ def test_transforms_are_refused_in_words(case: str) -> None:
         function(forward_ad.make_dual(x[0], x[1]))
     with forward_ad.dual_level():
         assert torch.isfinite(function(x[0])).all()
+
+
+def test_the_backward_refuses_transforms_too(case: str) -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    name, call, _ = CALLS[case]
+    x, other, weight, bias = tensors_of(case, (3, 8), BF16)
+    y = listed(call(x.requires_grad_(), other, weight, bias))[0]
+    grads = torch.ones(2, *y.shape, dtype=y.dtype)
+    with pytest.raises(NotImplementedError, match=f"expected the backward of {name} outside the transforms"):
+        torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="outside forward-mode"):
+        torch.autograd.grad(y, x, forward_ad.make_dual(grads[0], grads[1]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torch_jit_sees_the_operation(case: str) -> None:
+    _, call, _ = CALLS[case]
+    _, other, weight, bias = tensors_of(case, (4, 8), FP32)
+
+    def function(x: Tensor) -> Tensor:
+        return listed(call(x, other[:1].expand(len(x), 8), weight, bias))[0]
+
+    traced = torch.jit.trace(function, (torch.randn(4, 8),))
+    x = torch.randn(4, 8)
+    assert torch.equal(traced(x), function(x))
+
+
+def test_negated_views_are_negated(case: str) -> None:
+    _, call, _ = CALLS[case]
+    tensors = tensors_of(case, (4, 8), FP32)
+    negated = [torch._neg_view(-t) for t in tensors]
+    assert all(t.is_neg() for t in negated)
+    for a, b in zip(listed(call(*negated)), listed(call(*tensors)), strict=True):
+        assert torch.equal(a, b)
+    values, scales = rms_norm_quant(negated[0], negated[2], eps=EPS)
+    expected, its_scales = rms_norm_quant(tensors[0], tensors[2], eps=EPS)
+    assert torch.equal(values, expected) and torch.equal(scales, its_scales)

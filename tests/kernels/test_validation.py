@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from normswap_kernels import (
@@ -22,6 +24,9 @@ from normswap_kernels import (
 EPS = 1e-6
 X = torch.ones(2, 8)
 NAN = float("nan")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.ones(1, 8)])
 
 # The operation as a function of x, weight, bias and options.
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -51,11 +56,21 @@ WITHOUT_BIAS = ("gated_rms_norm",)
         ((X,), {"eps": -1e-6}, ValueError, "expected a finite eps of 0 or more, got -1e-06: pass"),
         ((X,), {"eps": NAN}, ValueError, "expected a finite eps of 0 or more, got nan"),
         ((X,), {"eps": "1e-6"}, TypeError, "expected eps and offset to be numbers, got str"),
+        ((X,), {"eps": True}, TypeError, "expected eps and offset to be numbers, got bool and float: pass floats"),
+        ((X,), {"eps": torch.tensor(EPS)}, TypeError, "expected eps and offset to be numbers, got Tensor"),
+        ((X,), {"eps": np.array([EPS, EPS])}, TypeError, "expected eps and offset to be numbers, got ndarray"),
+        ((X,), {"eps": 10**400}, ValueError, "expected a finite eps of 0 or more, got 10+: pass"),
+        ((X,), {"offset": torch.zeros(3)}, TypeError, "expected eps and offset to be numbers, got float and Tensor"),
+        ((X,), {"offset": 1e300}, ValueError, r"expected a finite offset, got 1e\+300: pass 1.0"),
         ((X,), {"offset": None}, TypeError, "expected eps and offset to be numbers, got float and NoneType"),
         ((X,), {"offset": NAN}, ValueError, "expected a finite offset, got nan: pass 1.0"),
         ((X,), {"round_dtype": torch.int8}, TypeError, "expected round_dtype and out_dtype to be floating"),
-        ((X,), {"out_dtype": torch.int8}, TypeError, "expected round_dtype and out_dtype to be floating"),
-        ((X,), {"backend": "cuda"}, ValueError, "expected a backend among auto, triton, cpu, interpret, got 'cuda'"),
+        ((X,), {"out_dtype": torch.int8}, TypeError, "expected round_dtype and out_dtype .*int8: pass float32 or"),
+        ((X,), {"out_dtype": 0}, TypeError, "expected round_dtype and out_dtype to be floating"),
+        ((X.to_sparse(),), {}, TypeError, "expected x to be a dense tensor, got layout torch.sparse_coo: convert"),
+        ((X, torch.ones(8).to_sparse()), {}, TypeError, "expected weight to be a dense tensor, got layout torch.sp"),
+        ((NESTED,), {}, TypeError, "expected x to be a dense tensor, got a nested tensor: convert"),
+        ((X,), {"backend": "cuda"}, ValueError, "expected a backend among auto, .*interpret, got 'cuda': pass one"),
         ((X,), {"backend": "triton"}, BackendUnavailable, "got device 'cpu': move the tensors to a GPU, or choose"),
     ),
 )
@@ -85,7 +100,7 @@ HEADS = torch.ones(2, 4, 8)
         (
             lambda: rms_norm(X, eps=EPS, groups=2.0),
             TypeError,
-            "expected groups and partial to be whole numbers, got float",
+            "expected groups to be a whole number, got float: pass",
         ),
         (
             lambda: rms_norm(HEADS, torch.ones(4, 8), eps=EPS, groups=2),
@@ -97,8 +112,15 @@ HEADS = torch.ones(2, 4, 8)
             ValueError,
             r"expected bias of shape \(8,\), got \(4, 8\)",
         ),
+        (lambda: rms_norm(X, eps=EPS, groups=True), TypeError, "expected groups to be a whole number, got bool: pass"),
+        (lambda: layer_norm(X, eps=EPS, groups=1.0), TypeError, "expected groups to be a whole number, got float"),
+        (lambda: rms_norm(X, eps=EPS, partial=2.5), TypeError, "expected partial to be a whole number or None, got f"),
         (lambda: rms_norm(X, eps=EPS, partial=9), ValueError, "expected partial between 1 and the row's 8, got 9"),
-        (lambda: rms_norm(X, eps=EPS, partial=0), ValueError, "expected partial between 1 and the row's 8"),
+        (
+            lambda: rms_norm(X, eps=EPS, partial=0),
+            ValueError,
+            "expected partial between 1 and the row's 8, got 0: pass",
+        ),
         (
             lambda: rms_norm(X, eps=EPS, partial=5, groups=2),
             ValueError,
@@ -126,6 +148,8 @@ HEADS = torch.ones(2, 4, 8)
             TypeError,
             "expected residual of dtype .*got torch.int32: convert",
         ),
+        (lambda: add_layer_norm(X, X.to_sparse(), eps=EPS), TypeError, "expected residual to be a dense tensor, got"),
+        (lambda: gated_rms_norm(X, X.to_sparse(), eps=EPS), TypeError, "expected gate to be a dense tensor, got lay"),
         (lambda: add_layer_norm(X, X.double(), eps=EPS), TypeError, "expected residual of dtype .*got torch.float64"),
         (
             lambda: add_layer_norm(X, X.to("meta"), eps=EPS),

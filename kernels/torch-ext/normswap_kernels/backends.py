@@ -44,7 +44,7 @@ def check_backend(backend: str, device: torch.device | str) -> str:
         'cpu'
     """
     if backend not in BACKENDS:
-        raise ValueError(f"expected a backend among {', '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"expected a backend among {', '.join(BACKENDS)}, got {backend!r}: pass one of them")
     return _resolve(backend, device.type if isinstance(device, torch.device) else torch.device(device).type)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .formula import Activation, Formula, GatePosition, Kind, product_rounding
 from .registration import outside_of_eager, recorded, run, run_quantize
-from .validation import check_companion, check_input, check_norm, check_options, check_quantized, check_rounding
+from .validation import (
+    LARGEST,
+    check_companion,
+    check_input,
+    check_norm,
+    check_options,
+    check_quantized,
+    check_rounding,
+)
 
 
 def add_rms_norm(
@@ -228,7 +234,7 @@ def rms_norm_quant(
         tensor([[-127,   64]], dtype=torch.int8)
     """
     check_input(x)
-    out_dtype = out_dtype or x.dtype
+    out_dtype = x.dtype if out_dtype is None else out_dtype
     product_dtype = product_rounding(round_dtype, out_dtype, weight, bias)
     formula = Formula("rms", eps, offset, round_dtype, product_dtype, out_dtype)
     check_norm(formula, x, weight, bias)
@@ -259,13 +265,13 @@ def _add(
     sum_dtype: torch.dtype | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    if kind == "layer" and _is_torchs(x, residual, offset, round_dtype, out_dtype, sum_dtype, backend):
+    if kind == "layer" and _is_torchs(x, residual, eps, offset, round_dtype, out_dtype, sum_dtype, backend):
         try:
             # Beside narrow parameters torch keeps narrow statistics: gradients that are off by percents.
-            if 0 <= eps < math.inf and (x.dtype is torch.float32 or not recorded((x, residual, weight, bias))):
+            if x.dtype is torch.float32 or not recorded((x, residual, weight, bias)):
                 summed = x + residual
                 return torch.layer_norm(summed, (x.size(-1),), weight, bias, eps, False), summed.contiguous()
-        except (AttributeError, IndexError, RuntimeError, TypeError):
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # In words below, or by an implementation that takes more dtypes.
             pass
     check_input(x)
@@ -274,7 +280,7 @@ def _add(
     total = sum_dtype
     if total is None:
         total = x.dtype if residual.dtype is x.dtype else torch.promote_types(x.dtype, residual.dtype)
-    out_dtype = out_dtype or total
+    out_dtype = total if out_dtype is None else out_dtype
     product_dtype = product_rounding(round_dtype, out_dtype, weight, bias)
     formula = Formula(kind, eps, offset, round_dtype, product_dtype, out_dtype, sum_dtype=total)
     check_norm(formula, x, weight, bias)
@@ -286,6 +292,7 @@ def _add(
 def _is_torchs(
     x: Tensor,
     residual: Tensor,
+    eps: float,
     offset: float,
     round_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
@@ -297,12 +304,16 @@ def _is_torchs(
         round_dtype is None
         and out_dtype is None
         and sum_dtype is None
+        and type(offset) is type(eps) is float
         and offset == 0.0
+        and 0.0 <= eps <= LARGEST
         and backend == "auto"
         and type(x) is type(residual) is Tensor
         and x.is_cpu
+        and not (x.is_nested or residual.is_nested)
         and x.dtype is residual.dtype
         and x.shape == residual.shape
+        and residual.layout is torch.strided
         and x.is_floating_point()
         and not outside_of_eager()
     )

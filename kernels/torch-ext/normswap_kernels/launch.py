@@ -303,6 +303,10 @@ def choose_backward_tile(width: int, gated: bool, wide_gain: bool, wide: bool) -
     return BACKWARD_LOOP
 
 
+LEAST_SHARED_BYTES = 99 * 1024
+"""Shared memory that a program may have on every NVIDIA GPU since Ampere."""
+
+
 class Device(NamedTuple):
     """What a launch must know of the device that it is for.
 
@@ -318,7 +322,7 @@ class Device(NamedTuple):
     native_fp8: bool
     processors: int
     interpreted: bool
-    shared_bytes: int = 99 * 1024
+    shared_bytes: int = LEAST_SHARED_BYTES
 
 
 INTERPRETER = Device(warp_size=32, native_fp8=False, processors=4, interpreted=True)
@@ -349,8 +353,7 @@ def device_of(device: torch.device) -> Device:
     if torch.version.hip:
         return Device(64, False, properties.multi_processor_count, False, 64 * 1024)
     native = (properties.major, properties.minor) >= (8, 9)
-    least = Device._field_defaults["shared_bytes"]
-    shared = getattr(properties, "shared_memory_per_block_optin", least)
+    shared = getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES)
     return Device(32, native, properties.multi_processor_count, False, shared)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .formula import EpsPosition, Formula, Kind, Reduction, product_rounding
 from .registration import outside_of_eager, recorded, run
-from .validation import check_input, check_norm, check_options
+from .validation import LARGEST, check_input, check_norm, check_options, check_partial
 
 
 def rms_norm(
@@ -64,11 +62,13 @@ def rms_norm(
         tensor([[3., 4.]])
     """
     check_input(x)
+    if partial is not None:
+        check_partial(partial, x, groups)
     formula = _formula(
         "rms", x, weight, bias, eps, offset, round_dtype, out_dtype, groups, partial, eps_position, reduction
     )
     check_norm(formula, x, weight, bias)
-    if partial is not None or groups != 1 or eps_position != "inside" or reduction != "mean":
+    if type(groups) is not int or groups != 1 or eps_position != "inside" or reduction != "mean":
         check_options(formula, x, weight, bias)
     return run("rms_norm", formula, x, None, None, weight, bias, backend)[0]
 
@@ -122,8 +122,11 @@ def layer_norm(
     if (
         round_dtype is None
         and out_dtype is None
+        and type(groups) is int
         and groups == 1
+        and type(offset) is type(eps) is float
         and offset == 0.0
+        and 0.0 <= eps <= LARGEST
         and eps_position == "inside"
         and backend == "auto"
         and type(x) is Tensor
@@ -132,17 +135,15 @@ def layer_norm(
     ):
         try:
             # Beside narrow parameters torch keeps narrow statistics: gradients that are off by percents.
-            if 0 <= eps < math.inf and (
-                not torch.is_grad_enabled() or x.dtype is torch.float32 or not recorded((x, weight, bias))
-            ):
+            if not torch.is_grad_enabled() or x.dtype is torch.float32 or not recorded((x, weight, bias)):
                 return torch.layer_norm(x, (x.size(-1),), weight, bias, eps, False)
-        except (AttributeError, IndexError, RuntimeError, TypeError):
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # In words below, or by an implementation that takes more dtypes.
             pass
     check_input(x)
     formula = _formula("layer", x, weight, bias, eps, offset, round_dtype, out_dtype, groups, None, eps_position)
     check_norm(formula, x, weight, bias)
-    if groups != 1 or eps_position != "inside":
+    if type(groups) is not int or groups != 1 or eps_position != "inside":
         check_options(formula, x, weight, bias)
     return run("layer_norm", formula, x, None, None, weight, bias, backend)[0]
 
@@ -166,8 +167,7 @@ def _formula(
         if kind == "layer" and not x.is_cpu and _autocast_to_float32(x.device.type):
             out_dtype = torch.float32
     product_dtype = product_rounding(round_dtype, out_dtype, weight, bias)
-    # A partial of 0 elements is refused, and not taken for all of them.
-    partial = 0 if partial is None else partial or -1
+    partial = 0 if partial is None else partial
     return Formula(kind, eps, offset, round_dtype, product_dtype, out_dtype, groups, partial, eps_position, reduction)
 
 

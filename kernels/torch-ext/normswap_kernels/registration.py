@@ -44,13 +44,16 @@ def outside_of_eager(
     _compiling: Callable[[], bool] = torch.compiler.is_compiling,
     _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active,
     _n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack,
+    _tracing: Callable[[], Any] = torch._C._get_tracing_state,
 ) -> bool:
     """Whether something stands between Python and the tensors that must see one operation.
 
     The compiler, the transforms of ``torch.func``, which hide behind plain tensors, dispatch modes (fake tensors,
-    counters), or forward-mode differentiation.
+    counters), forward-mode differentiation, or a trace of ``torch.jit``.
     """
-    return bool(_compiling() or _transforming() or _n_modes() or forward_ad._current_level >= 0)
+    return bool(
+        _compiling() or _transforming() or _n_modes() or forward_ad._current_level >= 0 or _tracing() is not None
+    )
 
 
 def plain(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -58,7 +61,7 @@ def plain(tensors: tuple[Tensor | None, ...]) -> bool:
     if outside_of_eager():
         return False
     for t in tensors:
-        if t is not None and ((type(t) is not Tensor and type(t) is not Parameter) or t.is_meta):
+        if t is not None and ((type(t) is not Tensor and type(t) is not Parameter) or t.is_meta or t.is_neg()):
             return False
     return True
 
@@ -120,6 +123,7 @@ def _differentiate(
     """Return the gradients of x, residual, gate, weight and bias; None where not needed."""
     x_dtype, residual_dtype, bias_dtype = dtypes
     grad, grad_sum = grads[0], grads[1] if residual_dtype is not None else None
+    _refuse_transforms(f"the backward of {name}", (grad, grad_sum, row, gate, weight))
     if grad is None:
         # Only the sum was used, or nothing was.
         if grad_sum is None:
@@ -296,7 +300,9 @@ def _refuse_transforms(name: str, tensors: tuple[Tensor | None, ...]) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if torch._C._are_functorch_transforms_active():
+    # What torch.autograd.grad makes of is_grads_batched, and jacobian of vectorize.
+    batched = any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors)
+    if batched or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             f"expected {name} outside the transforms of torch.func (vmap, grad, jvp ...), got one inside: instead of "
             "vmap call it on the whole batch, since it normalises the rows of any leading dimensions at once; instead "

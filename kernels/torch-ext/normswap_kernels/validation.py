@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,8 @@ from .formula import ACTIVATIONS, EPS_POSITIONS, GATE_POSITIONS, REDUCTIONS, For
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INPUT_DTYPES = (*PARAMETER_DTYPES, torch.float64)
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def check_input(x: object) -> None:
@@ -28,6 +28,7 @@ def check_input(x: object) -> None:
             f"expected x of dtype float32, float16, bfloat16 (or float64 on the CPU), got {x.dtype}: "
             "convert it with x.to(...)"
         )
+    _check_layout("x", x)
     if not x.dim():
         raise ValueError("expected x of shape (..., N), got a tensor without dimensions: pass at least one row")
 
@@ -43,6 +44,7 @@ def check_companion(name: str, tensor: object, x: Tensor) -> None:
         raise TypeError(f"expected {name} to be a tensor, got {type(tensor).__name__}: pass a torch.Tensor")
     if tensor.dtype != x.dtype and (tensor.dtype not in PARAMETER_DTYPES or x.dtype == torch.float64):
         raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {tensor.dtype}: convert it")
+    _check_layout(name, tensor)
     if tensor.shape != x.shape:
         raise ValueError(
             f"expected {name} of the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}: expand or reshape it"
@@ -65,16 +67,20 @@ def check_norm(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor 
             expected = x.shape[-1:] if weight is None else weight.shape
             raise ValueError(f"expected bias of shape {tuple(expected)}, got {tuple(bias.shape)}: reshape it")
     eps, offset = formula.eps, formula.offset
-    if not (isinstance(eps, (int, float)) and isinstance(offset, (int, float))):
+    if not (_is_number(eps) and _is_number(offset)):
         kinds = f"{type(eps).__name__} and {type(offset).__name__}"
         raise TypeError(f"expected eps and offset to be numbers, got {kinds}: pass floats")
-    if not 0 <= eps < math.inf:
+    # What float32 holds: the arithmetic's own dtype.
+    if not 0 <= eps <= LARGEST:
         raise ValueError(f"expected a finite eps of 0 or more, got {eps}: pass the norm's own eps")
-    if not -math.inf < offset < math.inf:
+    if not -LARGEST <= offset <= LARGEST:
         raise ValueError(f"expected a finite offset, got {offset}: pass 1.0 for the gain 1 + w, else 0.0")
     middle, out = formula.round_dtype, formula.out_dtype
     if not (out in INPUT_DTYPES and (middle is None or middle in INPUT_DTYPES)):
-        raise TypeError(f"expected round_dtype and out_dtype to be floating dtypes of torch, got {middle} and {out}")
+        raise TypeError(
+            f"expected round_dtype and out_dtype to be floating dtypes of torch, got {middle} and {out}: "
+            "pass float32 or a narrower one"
+        )
 
 
 def check_options(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -85,20 +91,15 @@ def check_options(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tens
         ValueError: a value that is not among those offered, or that does not fit the width.
     """
     width = x.size(-1)
-    groups, partial = formula.groups, formula.partial
-    if type(groups) is not int or type(partial) is not int:
-        kinds = f"{type(groups).__name__} and {type(partial).__name__}"
-        raise TypeError(f"expected groups and partial to be whole numbers, got {kinds}: pass ints")
+    groups = formula.groups
+    if type(groups) is not int:
+        raise TypeError(f"expected groups to be a whole number, got {type(groups).__name__}: pass an int")
     if groups < 1 or width % groups:
         raise ValueError(f"expected groups of 1 or more that divide rows of {width}, got {groups}: pass their number")
     if groups > 1 and any(p is not None and p.dim() == 2 for p in (weight, bias)):
         raise ValueError(
             f"expected a weight of shape ({width},) beside groups, got one of two dimensions: flatten it, or pass "
             "x of shape (..., H, D) without groups"
-        )
-    if partial and not 0 < partial <= width // groups:
-        raise ValueError(
-            f"expected partial between 1 and the row's {width // groups}, got {partial}: pass None for all"
         )
     for name, value, offered in (
         ("eps_position", formula.eps_position, EPS_POSITIONS),
@@ -110,6 +111,20 @@ def check_options(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tens
             shown = ", ".join(repr(each) for each in offered if each != "none")
             raise ValueError(f"expected {name} among {shown}, got {value!r}: pass one of them")
     check_rounding("product_dtype", formula.product_dtype)
+
+
+def check_partial(partial: object, x: Tensor, groups: object) -> None:
+    """Refuse a number of leading elements that a row does not have.
+
+    Raises:
+        TypeError: no whole number.
+        ValueError: less than 1, or more than a row has.
+    """
+    if type(partial) is not int:
+        raise TypeError(f"expected partial to be a whole number or None, got {type(partial).__name__}: pass an int")
+    width = x.size(-1) // groups if type(groups) is int and groups > 0 else x.size(-1)
+    if not 0 < partial <= width:
+        raise ValueError(f"expected partial between 1 and the row's {width}, got {partial}: pass None for all")
 
 
 def check_rounding(name: str, dtype: object) -> None:
@@ -132,11 +147,16 @@ def check_quantized(dtype: object) -> None:
         raise TypeError(f"expected dtype to be torch.int8 or torch.float8_e4m3fn, got {dtype}: pass one of them")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check_parameter(name: str, parameter: object, x: Tensor) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"expected {name} to be a tensor or None, got {type(parameter).__name__}: pass a torch.Tensor")
     if parameter.dtype != x.dtype and parameter.dtype not in PARAMETER_DTYPES:
         raise TypeError(f"expected {name} of dtype float32, float16 or bfloat16, got {parameter.dtype}: convert it")
+    _check_layout(name, parameter)
     width = x.size(-1)
     fits = (
         parameter.size(0) == width if parameter.dim() == 1 else parameter.dim() == 2 and parameter.shape == x.shape[-2:]
@@ -148,6 +168,14 @@ def _check_parameter(name: str, parameter: object, x: Tensor) -> None:
             f"got {tuple(parameter.shape)}: pass the parameter of a norm of this width"
         )
     _check_device(name, parameter, x)
+
+
+def _check_layout(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(
+            f"expected {name} to be a dense tensor, got {kind}: convert it with to_dense() or to_padded_tensor()"
+        )
 
 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
