@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from norm_cases import BF16, CHOICES, FP32, GROUPS, Case, Inputs, covering_cases
+from norm_cases import BF16, CHOICES, FP32, GROUPS, Case, Inputs, covering_cases, public_cases
 from normswap_kernels.gradients import Gradients, closed_form
 from normswap_kernels.reference import exact
 from torch import Tensor
@@ -68,7 +68,10 @@ class BackwardCase(Case):
         return draw(self.out), None if sum_dtype is None else draw(sum_dtype)
 
 
-CASES = covering_cases(300_000, BACKWARD_CHOICES, BackwardCase)
+CASES = [
+    *covering_cases(300_000, BACKWARD_CHOICES, BackwardCase),
+    *public_cases(BACKWARD_CHOICES, BackwardCase),
+]
 # The widest rows, most of them, and every kernel for rows that do not fit.
 SLOW_CASES = [
     BackwardCase("rms", 65537, 40, dtype=BF16, gain=BF16, save=True),

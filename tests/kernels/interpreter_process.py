@@ -15,12 +15,12 @@ from typing import Any
 
 import normswap_kernels
 import torch
-from norm_cases import BF16, CHOICES, FP16, FP32, Case, covering_cases
+from norm_cases import BF16, CHOICES, FP16, FP32, Case, covering_cases, public_cases
 from normswap_kernels.formula import Formula
 from normswap_kernels.rows import find_rows
 from torch import Tensor
 
-CASES = covering_cases()
+CASES = [*covering_cases(), *public_cases()]
 QUANTIZED_CASES = covering_cases(
     choices={
         **CHOICES,

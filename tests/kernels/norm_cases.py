@@ -228,6 +228,31 @@ def covering_cases(
     return cases
 
 
+def public_cases(
+    choices: dict[str, tuple[Any, ...]] = CHOICES, case_type: type[AnyCase] = Case, most_elements: int = 150_000
+) -> list[AnyCase]:
+    """Choose cases for each public operation by itself, of its own options, as `covering_cases` does for all at once.
+
+    Args:
+        choices: of each option of a case; the widths and numbers of rows are fewer than there.
+        case_type: what to make of them.
+        most_elements: of an input.
+    """
+    sizes = {"width": (1, 3, 64, 127, 128, 1000, 4096, 20000), "rows": (1, 7, 40)}
+    plain = {"residual": (None,), "gate": ("none",)}
+    usual = {"eps_position": ("inside",), "reduction": ("mean",), "partial": (False,)}
+    added = {"residual": ("same", "other"), "gate": ("none",), "structure": ("plain", "heads"), **usual}
+    gated = {"kind": ("rms",), "residual": (None,), "gate": ("before", "after"), "bias": (None,), **usual}
+    # The moment of a LayerNorm is the mean of all.
+    operations = [
+        {"kind": ("rms",), **plain},
+        {"kind": ("layer",), **plain, "reduction": ("mean",), "partial": (False,)},
+    ]
+    operations += [{"kind": ("rms",), **added}, {"kind": ("layer",), **added}, gated]
+    cases = [c for own in operations for c in covering_cases(most_elements, {**choices, **sizes, **own}, case_type)]
+    return list({str(case): case for case in cases}.values())
+
+
 def check(case: Case, result: Tensor, summed: Tensor | None = None) -> None:
     """Hold a result to the two bounds: the error budget against float64, and units against the oracle.
 
