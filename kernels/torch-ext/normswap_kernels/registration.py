@@ -44,21 +44,19 @@ def outside_of_eager(
     _compiling: Callable[[], bool] = torch.compiler.is_compiling,
     _transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active,
     _n_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack,
-    _tracing: Callable[[], Any] = torch._C._get_tracing_state,
 ) -> bool:
     """Whether something stands between Python and the tensors that must see one operation.
 
     The compiler, the transforms of ``torch.func``, which hide behind plain tensors, dispatch modes (fake tensors,
-    counters), forward-mode differentiation, or a trace of ``torch.jit``.
+    counters), or forward-mode differentiation.
     """
-    return bool(
-        _compiling() or _transforming() or _n_modes() or forward_ad._current_level >= 0 or _tracing() is not None
-    )
+    return bool(_compiling() or _transforming() or _n_modes() or forward_ad._current_level >= 0)
 
 
 def plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether the engine may be called past torch's dispatcher, which costs more than a short row."""
-    if outside_of_eager():
+    # A trace of torch.jit does not see what is written past torch.
+    if outside_of_eager() or torch._C._get_tracing_state() is not None:
         return False
     for t in tensors:
         if t is not None and ((type(t) is not Tensor and type(t) is not Parameter) or t.is_meta or t.is_neg()):
