@@ -210,10 +210,12 @@ def test_what_is_not_covered_is_not_compiled() -> None:
         assert cpu_compiled.plan_forward(formula, BF16, None, 8) is None
     assert cpu_compiled.plan_forward(LLAMA, torch.float64, None, 8) is None
     assert cpu_compiled.plan_forward(LLAMA, BF16, None, 8) is not None
-    x = torch.empty(1, 8)
-    assert cpu_compiled.covers_backward(LLAMA._replace(gate_position="after"), x, None, x)
-    assert cpu_compiled.covers_backward(LLAMA._replace(kind="layer"), x, None, x)
-    assert not cpu_compiled.covers_backward(LLAMA._replace(kind="layer", gate_position="after"), x, None, x)
+    x, rstd = torch.empty(1, 8), torch.empty(1, 1)
+    assert cpu_compiled.covers_backward(LLAMA._replace(gate_position="after"), x, None, x, rstd, None)
+    assert cpu_compiled.covers_backward(LLAMA._replace(kind="layer"), x, None, x, rstd, rstd)
+    assert not cpu_compiled.covers_backward(LLAMA._replace(kind="layer", gate_position="after"), x, None, x, rstd, rstd)
+    assert not cpu_compiled.covers_backward(LLAMA, x, None, x, rstd.double(), None)
+    assert not cpu_compiled.covers_backward(LLAMA._replace(kind="layer"), x, None, x, rstd, rstd.double())
 
 
 def test_a_library_that_gives_other_bits_is_not_used(loaded: cpu_compiled.Library) -> None:

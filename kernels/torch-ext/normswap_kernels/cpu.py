@@ -194,7 +194,8 @@ def _run_backward(
     grad, grad_sum, row, gate, drow, dgate = tensors
     rstd, mean = statistics
     assert grad is not None and row is not None and drow is not None and rstd is not None
-    if compiled.covers_backward(formula, grad, grad_sum, row) and compiled.takes(weight, gate):
+    compute = blocks_backward.arithmetic(row, rstd)
+    if compiled.covers_backward(formula, grad, grad_sum, row, rstd, mean) and compiled.takes(weight, gate):
         loaded = library()
         if loaded is not None and loaded.backward is not None and (gate is None or loaded.gates):
             size = shape[1] * shape[2]
@@ -203,7 +204,7 @@ def _run_backward(
                 loaded, formula, shape, grad, grad_sum, row, gate, weight, rstd, mean, drow, dgate, *found
             )
             return found
-    gain = None if weight is None else weight.to(blocks.compute_dtype(row))
+    gain = None if weight is None else weight.to(compute)
     if gain is not None and formula.offset:
         gain = gain + formula.offset
     if gain is not None and row.dim() == 3:
@@ -211,7 +212,7 @@ def _run_backward(
     kept = None
     if row.numel() >= _LARGE and is_busy():
         size = max(_BACKWARD_BLOCK, row[0].numel())
-        kept = [torch.empty(size, dtype=blocks.compute_dtype(row), device="cpu") if asked else None for asked in wanted]
+        kept = [torch.empty(size, dtype=compute, device="cpu") if asked else None for asked in wanted]
     sums: Sequence[Tensor | None] = (None, None)
     for a, b, c, d, e, f, scale, centre in _parts([*tensors, *statistics], shape, _BACKWARD_BLOCK):
         assert a is not None and c is not None and e is not None and scale is not None
@@ -259,9 +260,12 @@ def quantize(
 
 def _is_native(formula: Formula, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether torch's layer norm rounds as the formula does."""
+    row = formula.sum_dtype or x.dtype
     return (
         formula.round_dtype is None
-        and formula.out_dtype == (formula.sum_dtype or x.dtype)
+        and formula.out_dtype == row
+        # Torch's arithmetic goes by the row, and ours by x.
+        and (x.dtype == torch.float64) == (row == torch.float64)
         and (formula.product_dtype is None or weight is None)
         and formula.eps_position == "inside"
         and formula.groups == 1
@@ -281,7 +285,8 @@ def _native_layer_norm(
         if x.dtype == residual.dtype == summed.dtype:
             torch.add(x, residual, out=summed)
         else:
-            summed.copy_(x.float() + residual.float())
+            compute = blocks.compute_dtype(x)
+            summed.copy_(x.to(compute) + residual.to(compute))
         x = summed
     shape, dtype = x.shape[-1:], x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -292,8 +297,8 @@ def _native_layer_norm(
         or (bias is not None and bias.dtype != dtype)
     ):
         # torch takes parameters of the dtype of x, or both in float32, and looks at the gain alone to see which.
-        weight = torch.ones(shape, dtype=wide) if weight is None else weight.to(wide) + formula.offset
-        bias = torch.zeros(shape, dtype=wide) if bias is None else bias.to(wide)
+        weight = torch.ones(shape, dtype=wide, device="cpu") if weight is None else weight.to(wide) + formula.offset
+        bias = torch.zeros(shape, dtype=wide, device="cpu") if bias is None else bias.to(wide)
     if not save:
         return torch.layer_norm(x, shape, weight, bias, formula.eps), summed, None, None
     y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, formula.eps)

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cpu_blocks import SERIAL, activate, compute_dtype, scalar, scratch, sum_rows
+from .cpu_blocks import SERIAL, activate, scalar, scratch, sum_rows
 from .formula import Formula
 
 # Columns that torch adds up at a time in a sum over rows, or a multiple: four vectors of the longest.
 _COLUMNS = 64
+
+
+def arithmetic(row: Tensor, rstd: Tensor) -> torch.dtype:
+    """Return the dtype of the arithmetic: the sum of a float64 input may be narrower, and what it gave is not."""
+    return torch.float64 if torch.float64 in (row.dtype, rstd.dtype) else torch.float32
 
 
 def backward(
@@ -77,7 +82,7 @@ def _differentiate(
     terms: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Differentiate rows; write what the gradients of gain and bias are the sums of to ``terms``, where given."""
-    product, normal, activated, along, slope, dy = scratch(row.shape, compute_dtype(row))
+    product, normal, activated, along, slope, dy = scratch(row.shape, arithmetic(row, rstd))
     width = row.size(-1)
     normal.copy_(row)
     if gate is not None:

@@ -216,7 +216,9 @@ def backward(
     loaded.backward(packed)
 
 
-def covers_backward(formula: Formula, grad: Tensor, grad_sum: Tensor | None, row: Tensor) -> bool:
+def covers_backward(
+    formula: Formula, grad: Tensor, grad_sum: Tensor | None, row: Tensor, rstd: Tensor, mean: Tensor | None
+) -> bool:
     """Whether the library differentiates this."""
     return (
         formula.eps_position == "inside"
@@ -226,6 +228,9 @@ def covers_backward(formula: Formula, grad: Tensor, grad_sum: Tensor | None, row
         and grad.dtype in _TYPES
         and (grad.dtype == row.dtype or torch.float32 in (grad.dtype, row.dtype))
         and (grad_sum is None or grad_sum.dtype in _TYPES)
+        # Float64 for a float64 input, whose sum may be narrower.
+        and rstd.dtype == torch.float32
+        and (mean is None or mean.dtype == torch.float32)
     )
 
 
