@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import BF16, FP16, FP32, Case, check, check_statistics, covering_cases
+from norm_cases import BF16, FP16, FP32, Case, check, check_statistics, covering_cases, public_cases
 from normswap_kernels import (
     add_layer_norm,
     add_rms_norm,
@@ -53,7 +53,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("case", covering_cases(), ids=str)
+@pytest.mark.parametrize("case", [*covering_cases(), *public_cases()], ids=str)
 def test_agrees_with_the_oracle(case: Case) -> None:
     result, summed, scale, mean = cpu.forward(case.formula(), *case.inputs(), case.save)
     check(case, result, summed)

@@ -41,7 +41,7 @@ def add_rms_norm(
         residual: of the shape of ``x``, float32, float16 or bfloat16.
         weight: ``(N,)`` of any of float32, float16, bfloat16; ``(H, D)`` beside ``x`` of shape ``(..., H, D)``, a gain
             of its own for each head; None for no gain.
-        bias: of the shape of a weight, likewise; or None.
+        bias: of the shape of the weight, ``(N,)`` without one, of any of the three dtypes; or None.
         eps: added under the root; may be 0.
         offset: added to the weight, in float32: 1.0 for the gain ``1 + w``.
         round_dtype: dtype that ``n`` is rounded to before the gain; None for one rounding at the end.
@@ -91,7 +91,7 @@ def add_layer_norm(
         residual: of the shape of ``x``, float32, float16 or bfloat16.
         weight: ``(N,)`` of any of float32, float16, bfloat16; ``(H, D)`` beside ``x`` of shape ``(..., H, D)``, a gain
             of its own for each head; None for no gain.
-        bias: of the shape of a weight, likewise; or None.
+        bias: of the shape of the weight, ``(N,)`` without one, of any of the three dtypes; or None.
         eps: added to the variance; may be 0.
         offset: added to the weight, in float32: 1.0 for the gain ``1 + w``.
         round_dtype: dtype that ``n`` is rounded to before the gain; None for one rounding at the end.
@@ -205,7 +205,7 @@ def rms_norm_quant(
 
     ``y`` of `rms_norm` is rounded to ``out_dtype``, as it would be between the two operations. Then
     ``scale = max|y| / m`` with ``m`` 127 (int8) or 448 (float8 e4m3), and the values are ``y / scale``, rounded to
-    nearest even and clamped to ``m``. A row of zeros has scale 0. A row that is not finite has a scale that is not
+    nearest even and clamped to ``m``. Where ``y`` is all zeros the scale is 0. A ``y`` that is not finite has a scale that is not
     finite and values 0. Not differentiable.
 
     Args:

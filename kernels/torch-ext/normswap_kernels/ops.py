@@ -36,7 +36,7 @@ def rms_norm(
         x: ``(..., N)``, float32, float16 or bfloat16, of any strides; float64 on the CPU, computed in float64.
         weight: ``(N,)`` of any of float32, float16, bfloat16; ``(H, D)`` beside ``x`` of shape ``(..., H, D)``, a gain
             of its own for each head; None for no gain.
-        bias: of the shape of a weight, likewise; or None.
+        bias: of the shape of the weight, ``(N,)`` without one, of any of the three dtypes; or None.
         eps: in the place that ``eps_position`` names; may be 0.
         offset: added to the weight, in float32: 1.0 for the gain ``1 + w``.
         round_dtype: dtype that ``n`` is rounded to before the gain; None for one rounding at the end.
@@ -95,7 +95,7 @@ def layer_norm(
         x: ``(..., N)``, float32, float16 or bfloat16, of any strides; float64 on the CPU, computed in float64.
         weight: ``(N,)`` of any of float32, float16, bfloat16; ``(H, D)`` beside ``x`` of shape ``(..., H, D)``, a gain
             of its own for each head; None for no gain.
-        bias: of the shape of a weight, likewise; or None.
+        bias: of the shape of the weight, ``(N,)`` without one, of any of the three dtypes; or None.
         eps: in the place that ``eps_position`` names; may be 0.
         offset: added to the weight, in float32: 1.0 for the gain ``1 + w``.
         round_dtype: dtype that ``n`` is rounded to before the gain; None for one rounding at the end.
