@@ -205,8 +205,8 @@ def rms_norm_quant(
 
     ``y`` of `rms_norm` is rounded to ``out_dtype``, as it would be between the two operations. Then
     ``scale = max|y| / m`` with ``m`` 127 (int8) or 448 (float8 e4m3), and the values are ``y / scale``, rounded to
-    nearest even and clamped to ``m``. Where ``y`` is all zeros the scale is 0. A ``y`` that is not finite has a scale that is not
-    finite and values 0. Not differentiable.
+    nearest even and clamped to ``m``. Where ``y`` is all zeros the scale is 0. A row of ``y`` that is not finite has a
+    scale that is not finite, and values 0. Not differentiable.
 
     Args:
         x: ``(..., N)``, float32, float16 or bfloat16, of any strides.
