@@ -123,23 +123,23 @@ def test_another_default_device_changes_nothing() -> None:
         found = []
         with torch.device("cpu"):
             torch.manual_seed(0)
-            given = [torch.randn(3, 40).to(dtype).requires_grad_() for _ in range(2)]
+            x, added = (torch.randn(3, 40).to(dtype).requires_grad_() for _ in range(2))
             gains = [torch.randn(40), torch.randn(40).to(dtype), None]
         for gain, bias in itertools.product(gains, gains):
             options: dict[str, Any] = {"eps": 1e-6, "round_dtype": None}
             outs: list[Any] = [
-                rms_norm(given[0], gain, bias, **options),
-                layer_norm(given[0], gain, bias, **options),
-                layer_norm(given[0], gain, bias, eps=1e-6, round_dtype=dtype, offset=1.0),
-                layer_norm(given[0].detach(), gain, bias, eps=1e-6, offset=1.0),
-                layer_norm(given[0][:0], gain, bias, **options),
-                layer_norm(given[0], gain, bias, eps=1e-3, eps_position="outside"),
-                *add_layer_norm(*given, gain, bias, **options),
-                *add_rms_norm(*given, gain, bias, **options),
-                gated_rms_norm(*given, gain, **options),
-                *(t.float() for t in rms_norm_quant(given[0], gain, bias, eps=1e-6)),
+                rms_norm(x, gain, bias, **options),
+                layer_norm(x, gain, bias, **options),
+                layer_norm(x, gain, bias, eps=1e-6, round_dtype=dtype, offset=1.0),
+                layer_norm(x.detach(), gain, bias, eps=1e-6, offset=1.0),
+                layer_norm(x[:0], gain, bias, **options),
+                layer_norm(x, gain, bias, eps=1e-3, eps_position="outside"),
+                *add_layer_norm(x, added, gain, bias, **options),
+                *add_rms_norm(x, added, gain, bias, **options),
+                gated_rms_norm(x, added, gain, **options),
+                *(t.float() for t in rms_norm_quant(x, gain, bias, eps=1e-6)),
             ]
-            grads = torch.autograd.grad([y.sum() for y in outs if y.requires_grad], given)
+            grads = torch.autograd.grad([y.sum() for y in outs if y.requires_grad], (x, added))
             found += [*outs, *grads]
         return found
 

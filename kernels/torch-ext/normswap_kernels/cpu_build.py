@@ -21,6 +21,8 @@ from pathlib import Path
 
 SOURCES = ("cpu_kernels.cpp", "cpu_vectors.h")
 
+FUNCTIONS = ("normswap_forward", "normswap_backward")
+
 # No -ffast-math and no contraction: a product and a sum round once each, as in torch.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti"),
@@ -38,9 +40,16 @@ class BuildError(RuntimeError):
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of a C++ compiler: ``$CXX``, else the first of `COMPILERS` on the path; None without one."""
+    """Return the command of a C++ compiler: ``$CXX``, else the first of `COMPILERS` on the path; None without one.
+
+    Raises:
+        BuildError: ``$CXX`` is no command.
+    """
     for command in (os.environ.get("CXX", ""), *COMPILERS):
-        words = shlex.split(command)
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise BuildError(f"CXX is no command, {command!r}: {error}") from error
         if words and (found := shutil.which(words[0])):
             return [found, *words[1:]]
     return None
@@ -48,11 +57,11 @@ def find_compiler() -> list[str] | None:
 
 def cache_folder() -> Path | None:
     """Return the folder that libraries are kept in; None where the user has no home."""
-    if chosen := os.environ.get("NORMSWAP_CACHE"):
-        return Path(chosen) / "cpu"
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "normswap" / "cpu"
     try:
+        if chosen := os.environ.get("NORMSWAP_CACHE"):
+            return Path(chosen).expanduser() / "cpu"
+        if base := os.environ.get("XDG_CACHE_HOME"):
+            return Path(base) / "normswap" / "cpu"
         return Path.home() / ".cache" / "normswap" / "cpu"
     except RuntimeError:
         return None
@@ -71,20 +80,20 @@ def open_library(compiler: list[str]) -> tuple[ctypes.CDLL, str]:
         BuildError: the compiler failed, or what it built cannot be loaded.
     """
     path, reason = _place(f"norms-{_key(compiler)}.so")
-    if path is not None and _is_whole(path):
-        return _load(path), ""
+    if (kept := _load_kept(path)) is not None:
+        return kept, ""
     # What is mapped stays when its file is gone, so the private folder may go.
     with _locked(path), tempfile.TemporaryDirectory(prefix="normswap-") as private:
         # Another process may have built it meanwhile.
-        if path is not None and _is_whole(path):
-            return _load(path), ""
+        if (kept := _load_kept(path)) is not None:
+            return kept, ""
         built = Path(private) / "norms.so"
         _compile(compiler, built)
         if path is not None:
             try:
                 _keep(built, path)
                 return _load(path), ""
-            except OSError as error:
+            except (OSError, BuildError) as error:
                 reason = str(error)
         return _load(built), reason
 
@@ -136,9 +145,28 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"what the compiler built cannot be loaded: {error}") from error
+    try:
+        for name in FUNCTIONS:
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = [ctypes.c_char_p], None
+    except AttributeError as error:
+        # Else whatever is put in its place could not be loaded by this process.
+        ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))
+        raise BuildError(f"what the compiler built cannot be loaded: {error}") from error
+    return loaded
+
+
+def _load_kept(path: Path | None) -> ctypes.CDLL | None:
+    """Load what is kept; None where that is nothing, or damaged, or does not load here."""
+    if path is None or not _is_whole(path):
+        return None
+    try:
+        return _load(path)
+    except BuildError:
+        return None
 
 
 def _is_whole(path: Path) -> bool:
