@@ -33,14 +33,17 @@ import torch
 # Else this file is taken for the package kernels by whoever imports that.
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels" / "torch-ext"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
 import torch.nn.functional as F
+from bench_arguments import Shape, count, shape
 from normswap_kernels import add_rms_norm, cpu_library, layer_norm, rms_norm
 from torch import Tensor
 
 EPS = 1e-6
 CONTENDERS = ("eager", "blocks", "compiled")
 POLICIES = ("default", "passive")
+SHAPES = (Shape(2048, 4096), Shape(1, 4096))
 SAMPLES = 5
 # A sample lasts at least this long, so that the clock does not count.
 SAMPLE_SECONDS = 0.0005
@@ -157,12 +160,12 @@ def measure(contenders: dict[str, Call], rounds: int, announce: Callable[[str], 
 
 def work(options: argparse.Namespace) -> Iterator[Result]:
     """Measure everything under this process's way of waiting."""
-    for shape in options.shape:
-        rows, width = (int(n) for n in shape.split("x"))
+    for size in options.shape:
+        rows, width = size
         for operation in options.operation:
             contenders = calls(operation, rows, width)
             for loaded in (False, True):
-                with beside(operation, shape) if loaded else contextlib.nullcontext(lambda _: None) as announce:
+                with beside(operation, size) if loaded else contextlib.nullcontext(lambda _: None) as announce:
                     seconds = measure(contenders, options.rounds, announce)
                 us = [seconds[name] * 1e6 if name in seconds else None for name in CONTENDERS]
                 ratios = [us[0] / t if t and us[0] else None for t in us[1:]]
@@ -170,9 +173,9 @@ def work(options: argparse.Namespace) -> Iterator[Result]:
 
 
 @contextlib.contextmanager
-def beside(operation: str, shape: str) -> Iterator[Callable[[str], None]]:
+def beside(operation: str, size: Shape) -> Iterator[Callable[[str], None]]:
     """Keep a second process at work, which is told what to run."""
-    command = [sys.executable, __file__, "--neighbour", "--operation", operation, "--shape", shape]
+    command = [sys.executable, __file__, "--neighbour", "--operation", operation, "--shape", str(size)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
@@ -188,9 +191,10 @@ def beside(operation: str, shape: str) -> Iterator[Callable[[str], None]]:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operation", nargs="+", default=list(operations(1, 1)))
-    parser.add_argument("--shape", nargs="+", default=["2048x4096", "1x4096"], metavar="ROWSxWIDTH")
-    parser.add_argument("--rounds", type=int, default=3)
+    names = list(operations(1, 1))
+    parser.add_argument("--operation", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--shape", nargs="+", type=shape, default=[*SHAPES], metavar="ROWSxWIDTH")
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
@@ -199,8 +203,7 @@ def main() -> None:
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     if options.neighbour:
-        rows, width = (int(n) for n in options.shape[0].split("x"))
-        neighbour(options.operation[0], rows, width)
+        neighbour(options.operation[0], *options.shape[0])
         return
     if options.worker:
         for result in work(options):
@@ -218,7 +221,7 @@ def main() -> None:
         if policy != "default":
             environment["OMP_WAIT_POLICY"] = policy
         command = [sys.executable, __file__, "--worker", policy, "--rounds", str(options.rounds)]
-        command += ["--operation", *options.operation, "--shape", *options.shape]
+        command += ["--operation", *options.operation, "--shape", *map(str, options.shape)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as worker:
             assert worker.stdout is not None
             for line in worker.stdout:

@@ -29,6 +29,7 @@ sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels" / "torch-ext"))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
+from bench_arguments import count, shape
 from bench_cases import HEAD, OPERATIONS, Case, Inputs, draw, ours
 from bench_check import Oracle
 from bench_peers import PEERS, Contender, NoPeer
@@ -46,11 +47,10 @@ CORE = 3
 
 def select(options: argparse.Namespace) -> list[Case]:
     """List the cases that are asked for, those that matter most first."""
-    shapes = [(int(rows), int(width)) for rows, width in (s.split("x") for s in options.shape)]
     found = []
     for d, dtype in enumerate(options.dtype):
         for o, operation in enumerate(op for op in OPERATIONS if op.name in options.operation):
-            for s, (rows, width) in enumerate(shapes):
+            for s, (rows, width) in enumerate(options.shape):
                 for direction in operation.directions:
                     if direction in options.direction and not (operation.per_head and width % HEAD):
                         case = Case(operation, direction, DTYPES[dtype], rows, width)
@@ -139,15 +139,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--operation", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--direction", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--shape", nargs="+", metavar="ROWSxWIDTH")
+    parser.add_argument("--shape", nargs="+", type=shape, metavar="ROWSxWIDTH")
     parser.add_argument("--peer", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no further case is begun")
-    parser.add_argument("--samples", type=int, default=31, help="most samples of each contender")
+    parser.add_argument("--samples", type=count, default=31, help="most samples of each contender")
     parser.add_argument("--seconds", type=float, default=2.0, help="most seconds of sampling for a case")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    options.shape = options.shape or SHAPES[options.device].split()
+    options.shape = options.shape or [shape(text) for text in SHAPES[options.device].split()]
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --device cpu measures the cpu backend")
     return options

@@ -34,8 +34,10 @@ import torch
 # Else kernels.py, which lies beside this file, is taken for the package of that name.
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels" / "torch-ext"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
 import normswap_kernels
+from bench_arguments import count
 from normswap_kernels import backends, norm_forward, norm_quant
 from normswap_kernels.launch import Device, Launch
 from normswap_kernels.launching import launch_here
@@ -238,7 +240,7 @@ def profile() -> None:
 def main() -> int:
     """Run the command line; returns 1 where an operation passes the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=101)
+    parser.add_argument("--samples", type=count, default=101)
     parser.add_argument("--profile", action="store_true", help="print where the time of rms_norm goes")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()

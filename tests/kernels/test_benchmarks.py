@@ -87,6 +87,37 @@ def test_a_gpu_that_is_not_there_is_an_error() -> None:
     assert done.returncode == 2 and "torch sees no GPU here" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    (
+        ("kernels.py --device cpu --shape 3by4", "argument --shape: expected ROWSxWIDTH such as 2048x4096, got '3by4'"),
+        ("kernels.py --device cpu --shape 0x4", "argument --shape: expected ROWSxWIDTH such as 2048x4096, got '0x4'"),
+        ("kernels.py --device cpu --samples 0", "argument --samples: expected a whole number of at least 1, got '0'"),
+        ("cpu_load.py --operation nope", "argument --operation: invalid choice: 'nope' (choose from "),
+        ("cpu_load.py --shape abc", "argument --shape: expected ROWSxWIDTH such as 2048x4096, got 'abc'"),
+        ("cpu_load.py --rounds 0", "argument --rounds: expected a whole number of at least 1, got '0'"),
+        ("launch.py --samples 0", "argument --samples: expected a whole number of at least 1, got '0'"),
+        ("launch.py --samples few", "argument --samples: expected a whole number of at least 1, got 'few'"),
+    ),
+)
+def test_a_bad_argument_is_said_to_be_one(command: str, said: str) -> None:
+    done = run(*command.split())
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    # Some versions of Python quote each choice, others none.
+    assert said.replace("'", "") in done.stderr.replace("'", "") and not done.stdout
+
+
+def test_the_load_is_measured_for_the_shapes_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    arguments = ["--operation", "rms_norm", "--shape", "2x64", "1x32", "--rounds", "1", "--json", path]
+    done = run("cpu_load.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())["results"]
+    assert [(r["rows"], r["width"], r["loaded"]) for r in results] == 2 * [
+        (rows, width, loaded) for rows, width in ((2, 64), (1, 32)) for loaded in (False, True)
+    ]
+
+
 def test_what_is_wrong_is_marked(lib: dict[str, ModuleType]) -> None:
     cases, oracle = lib["bench_cases"], lib["bench_check"].Oracle
     by_name = {op.name: op for op in cases.OPERATIONS}
