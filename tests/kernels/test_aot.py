@@ -203,6 +203,27 @@ def test_unknown_target_is_refused() -> None:
             aot.compile_case(Case("rms_norm", 4096), target)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    (
+        (["--target", "sm_1"], "argument --target: invalid choice: 'sm_1' (choose from 'sm_80', "),
+        (["--target", "h100"], "'gfx942'"),
+        (["--jobs", "0"], "argument --jobs: expected a whole number of at least 1, got '0'"),
+    ),
+    ids=str,
+)
+def test_a_bad_argument_is_said_to_be_one(command: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        aot.main(command)
+    assert ended.value.code == 2
+    # Some versions of Python quote each choice, others none.
+    assert said.replace("'", "") in capsys.readouterr().err.replace("'", "")
+
+
+def test_the_targets_are_taken() -> None:
+    assert set(TARGETS) <= set(aot.KNOWN_TARGETS)
+
+
 def test_cases_name_an_operation_each_and_differ() -> None:
     cases = list(aot_cases.default_cases())
     assert len(set(cases)) == len(cases)

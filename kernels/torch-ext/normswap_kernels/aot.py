@@ -26,6 +26,12 @@ from .aot_compile import TARGETS, Figures, device_for, read_figures, row_tensors
 from .backends import BackendUnavailable
 from .launch import BACKWARD_LOOP, choose_backward_tile, choose_tile
 
+KNOWN_TARGETS = (
+    *(f"sm_{n}" for n in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)),
+    *("gfx908", "gfx90a", "gfx942", "gfx950"),
+)
+"""What the command line takes: the compiler ends the process, with no word to the user, at a GPU that it lacks."""
+
 MOST_LOOPED = {"rms_norm_quant": 7 / 3}
 """Bytes of rows past one block against the least: quantizing reads a row three times, and writes a byte."""
 MOST_LOOPED_OTHERWISE = 5 / 3
@@ -174,13 +180,25 @@ def _short(dtype: str) -> str:
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 1 where a bound is broken."""
     parser = argparse.ArgumentParser(prog="python -m normswap_kernels.aot", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
-    parser.add_argument("--target", action="append", help=f"default: {' '.join(TARGETS)}")
+    parser.add_argument(
+        "--target",
+        action="append",
+        choices=KNOWN_TARGETS,
+        metavar="T",
+        help=f"one of {' '.join(KNOWN_TARGETS)}; default: {' '.join(TARGETS)}",
+    )
     parser.add_argument("--operation", action="append", choices=OPERATIONS, help="default: all")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
+    parser.add_argument("--jobs", type=_count, default=os.cpu_count() or 1, help="processes; default: one a core")
     options = parser.parse_args(arguments)
     cases = [case for case in default_cases() if options.operation is None or case.operation in options.operation]
     results = compile_all(cases, options.target or TARGETS, options.jobs)
