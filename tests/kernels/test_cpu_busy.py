@@ -18,6 +18,7 @@ from normswap_kernels.formula import Formula
 def test_a_busy_machine_gets_the_same_from_one_thread(
     dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu_library, "_looked_for", True)
     monkeypatch.setattr(cpu_library, "_library", None)
     x, residual, gate = (torch.randn(shape).to(dtype) for _ in range(3))
     weight, groups = torch.randn(shape[1]).to(dtype), 2 if shape[1] > 1 else 1
@@ -71,6 +72,7 @@ def test_a_busy_machine_gets_the_same_from_one_thread(
 def test_a_busy_machine_gets_the_same_gradients_from_one_thread(
     dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cpu_library, "_looked_for", True)
     monkeypatch.setattr(cpu_library, "_library", None)
     row, grad, gate = (torch.randn(shape).to(dtype) for _ in range(3))
     weight, groups = torch.randn(shape[1]).to(dtype), 2 if shape[1] > 1 else 1
@@ -142,6 +144,7 @@ def test_what_is_compiled_stays_in_one_thread_where_the_machine_is_busy(monkeypa
 
 
 def test_a_small_input_does_not_ask_how_busy_the_system_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "_looked_for", True)
     monkeypatch.setattr(cpu_library, "_library", None)
     asked: list[None] = []
     monkeypatch.setattr(cpu_busy, "_runnable", lambda: asked.append(None) or 0)
