@@ -205,6 +205,20 @@ def test_gradients_of_a_narrow_layer_norm_are_those_of_its_wide_statistics(case:
             assert (mine.grad.double() - its.grad).norm() <= 0.004 * its.grad.norm()
 
 
+def test_a_narrow_sum_of_float64_is_differentiated_in_float64() -> None:
+    x, residual = (torch.randn(3, 8, dtype=FP64, requires_grad=True) for _ in range(2))
+    y, _ = add_rms_norm(x, residual, eps=EPS, sum_dtype=FP32, out_dtype=FP64)
+    grad = torch.randn(3, 8, dtype=FP64)
+    (first,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    formula = formula_of("add rms", FP64)._replace(sum_dtype=FP32)
+    its = x.detach().clone().requires_grad_()
+    exact(formula, its, residual=residual.detach())[0].backward(grad)
+    # The gradient passes through the sum's own float32.
+    torch.testing.assert_close(first, its.grad, rtol=1e-6, atol=1e-7)
+    first.sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all() and x.grad.abs().max() < 100
+
+
 def test_layers_are_stateless_and_do_what_they_replace() -> None:
     for layer in (layers.RMSNorm, layers.LayerNorm):
         assert layer.__init__ is nn.Module.__init__

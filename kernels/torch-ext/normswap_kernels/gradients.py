@@ -60,7 +60,8 @@ def closed_form(
     Returns:
         The gradients.
     """
-    compute = torch.float64 if row.dtype == torch.float64 else torch.float32
+    # A float64 input may have a narrower sum; its result's gradient is float64.
+    compute = torch.float64 if torch.float64 in (row.dtype, grad.dtype) else torch.float32
     wide, dy = row.to(compute), grad.to(compute)
     activated, slope = (None, None) if gate is None else _activation(formula, gate.to(compute))
     before = formula.gate_position == "before"

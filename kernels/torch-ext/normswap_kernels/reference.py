@@ -45,7 +45,7 @@ def exact(
     if residual is not None:
         total = summed + residual.double()
         # Added in float32 as the implementations do, and passed on straight to the gradient.
-        once = (x.float() + residual.float()).to(formula.sum_dtype) if x.dtype != torch.float64 else total
+        once = (total if x.dtype == torch.float64 else x.float() + residual.float()).to(formula.sum_dtype)
         summed = total + (once.double() - total).detach()
     return _apply(formula, summed, weight, bias, gate, torch.float64, rounding=False), summed
 
