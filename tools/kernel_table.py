@@ -123,7 +123,18 @@ def run_tests() -> list[tuple[str, str, str, bool]]:
     files = sorted({f"tests/kernels/{file}.py" for file, _ in TESTS})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            *files,
+        ]
         subprocess.run(command, cwd=ROOT, check=False)
         found = []
         for case in ElementTree.parse(report).iter("testcase"):
