@@ -133,6 +133,10 @@ def test_kernels_import_torch_triton_and_themselves() -> None:
         assert not written, f"{file.name} imports its own package by name; the Hub loads it under another"
 
 
+def test_no_implementation_knows_the_oracle() -> None:
+    assert [name for name, used in graph_of(KERNELS).items() if "reference" in used] == []
+
+
 def test_a_kernel_file_imports_neither_another_nor_the_oracle() -> None:
     kernel_files = {name for name, file in modules_of(KERNELS).items() if is_kernel_file(file)}
     graph = graph_of(KERNELS)

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from norm_cases import BF16, CHOICES, FP16, FP32, Case, check, check_statistics, covering_cases
 from normswap_kernels import engine, layer_norm, layers, rms_norm, rms_norm_quant
+from normswap_kernels.formula import QUANTIZED_MAXIMUM
 from normswap_kernels.gradients import Gradients, closed_form
-from normswap_kernels.reference import QUANTIZED_MAXIMUM, quantized
+from normswap_kernels.reference import quantized
 from operation_cases import CALLS, listed, tensors_of
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm

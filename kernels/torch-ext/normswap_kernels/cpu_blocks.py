@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from .cpu_memory import in_large_pages
-from .formula import Formula
-from .reference import QUANTIZED_MAXIMUM
+from .formula import QUANTIZED_MAXIMUM, Formula
 
 # Torch runs an operation on fewer elements than this (at::internal::GRAIN_SIZE) in the calling thread.
 SERIAL = 2**15

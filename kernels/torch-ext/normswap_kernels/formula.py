@@ -36,6 +36,9 @@ REDUCTIONS = ("mean", "sum")
 GATE_POSITIONS = ("before", "after")
 ACTIVATIONS = ("silu", "sigmoid")
 
+QUANTIZED_MAXIMUM = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The dtypes that rows are quantized to, and the largest magnitude that a row is scaled to."""
+
 
 class Formula(NamedTuple):
     """The options of one call; a tuple, since building one is on the path of every call.

@@ -10,12 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .formula import Formula
+from .formula import QUANTIZED_MAXIMUM, Formula
 from .launch import INTERPRETER, Device, Launch, choose_tile, device_of, find_alignment
 from .launching import run
 from .tiles import both, finish, load, load_parameter, round_to, row_offsets, row_total, scale_of, triton_dtype, widen
-
-_MAXIMUM = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @triton.jit
@@ -157,7 +155,7 @@ def _options(
         "MIDDLE": triton_dtype(formula.round_dtype),
         "PRODUCT": triton_dtype(formula.product_dtype),
         "OUT": triton_dtype(formula.out_dtype),
-        "MAXIMUM": _MAXIMUM[dtype],
+        "MAXIMUM": QUANTIZED_MAXIMUM[dtype],
         "NATIVE": device.native_fp8,
         "ALIGN": align,
         "ROWS": tile.rows,

@@ -10,10 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formula import Formula
-
-QUANTIZED_MAXIMUM = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest magnitude that a row is scaled to."""
+from .formula import QUANTIZED_MAXIMUM, Formula
 
 
 def exact(

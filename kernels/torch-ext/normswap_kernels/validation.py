@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .formula import ACTIVATIONS, EPS_POSITIONS, GATE_POSITIONS, REDUCTIONS, Formula
+from .formula import ACTIVATIONS, EPS_POSITIONS, GATE_POSITIONS, QUANTIZED_MAXIMUM, REDUCTIONS, Formula
 
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INPUT_DTYPES = (*PARAMETER_DTYPES, torch.float64)
-QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -143,7 +142,7 @@ def check_quantized(dtype: object) -> None:
     Raises:
         TypeError: another than int8 and float8_e4m3fn.
     """
-    if dtype not in QUANTIZED_DTYPES:
+    if dtype not in tuple(QUANTIZED_MAXIMUM):
         raise TypeError(f"expected dtype to be torch.int8 or torch.float8_e4m3fn, got {dtype}: pass one of them")
 
 
