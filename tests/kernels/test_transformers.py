@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import transformers_cases as cases
 
 HERE = Path(__file__).parent
@@ -24,6 +25,11 @@ def test_is_within_the_unit_bound_of_the_class(name: str, dtype: torch.dtype) ->
     if not cases.exists(name):
         pytest.skip(f"this transformers has no {name}")
     cases.check(name, dtype, "cpu")
+
+
+@pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="an older transformers has fewer classes")
+def test_every_class_is_there() -> None:
+    assert [name for name in cases.CASES if not cases.exists(name)] == []
 
 
 @pytest.mark.parametrize("name", cases.CASES)

@@ -147,7 +147,15 @@ def find(name: str) -> Any:
 
 
 def exists(name: str) -> bool:
-    return find(name) is not None
+    """Whether this transformers has the class, with the options of the case: some came to a class later."""
+    cls = find(name)
+    if cls is None:
+        return False
+    try:
+        CASES[name].build(cls)
+    except TypeError:
+        return False
+    return True
 
 
 def check(name: str, dtype: torch.dtype, backend: str) -> None:
