@@ -30,7 +30,6 @@ Reduction = Literal["mean", "sum"]
 GatePosition = Literal["none", "before", "after"]
 Activation = Literal["silu", "sigmoid"]
 
-KINDS = ("rms", "layer")
 EPS_POSITIONS = ("inside", "outside", "clamp")
 REDUCTIONS = ("mean", "sum")
 GATE_POSITIONS = ("before", "after")
