@@ -180,4 +180,4 @@ def test_launches_are_measured_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     data = json.loads(path.read_text())
     assert {"rms_norm", "layer_norm", "rms_norm_quant to int8"} <= {r["operation"] for r in data["results"]}
-    assert all(0 < r["bare_us"] < r["ours_us"] for r in data["results"])
+    assert all(min(r["bare_us"], r["allocated_us"], r["ours_us"], r["ratio"]) > 0 for r in data["results"])

@@ -94,6 +94,17 @@ print(json.dumps(found))
 """
 
 
+MOST_CALLS = 75
+CALLED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from launch import count_calls, launching, operations
+import torch
+with torch.no_grad(), launching() as device:
+    print(json.dumps({name: count_calls(call) for name, call in operations(device).items()}))
+"""
+
+
 def test_the_short_way_gives_the_launcher_what_triton_gives_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RECEIVED, str(BENCHMARKS)], capture_output=True, text=True, check=False
@@ -104,10 +115,10 @@ def test_the_short_way_gives_the_launcher_what_triton_gives_it() -> None:
         assert all(arguments == by_triton for arguments in by_us), f"{name}: {by_us[0]} in place of {by_triton}"
 
 
-def test_the_way_to_a_launch_is_short(tmp_path: Path) -> None:
-    path = tmp_path / "launch.json"
-    command = [sys.executable, BENCHMARKS / "launch.py", "--samples", "31", "--json", path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(path.read_text())
-    assert figures["results"] and all(result["ratio"] <= figures["bound"] for result in figures["results"])
+def test_the_way_to_a_launch_is_short() -> None:
+    """No clock is asserted (`benchmarks/launch.py` has it): calls are what takes long in Python."""
+    done = subprocess.run([sys.executable, "-c", CALLED, str(BENCHMARKS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    assert len(counted) >= 9 and all(calls > 20 for calls in counted.values())
+    assert {name: calls for name, calls in counted.items() if calls > MOST_CALLS} == {}
