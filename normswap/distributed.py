@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["involved", "run"]
+__all__ = ["held", "involved", "run"]
 
 _Local = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 
@@ -26,6 +26,21 @@ def _is_dtensor(tensor: object) -> bool:
     # Where there is a DTensor, something has imported this already; a third of torch's own import is saved elsewhere.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return a plain tensor of the same shape, with values of this one that this rank holds; nothing is sent.
+
+    A plain tensor and a replica are returned as they are; the part of one that is divided among ranks is repeated.
+    """
+    if not involved(tensor):
+        return tensor
+    given: Any = tensor
+    here: Tensor = given.to_local()
+    if here.shape == tensor.shape:
+        return here
+    values = here.flatten() if here.numel() else here.new_ones(1)
+    return values.repeat(-(-tensor.numel() // values.numel()))[: tensor.numel()].reshape(tensor.shape)
 
 
 def run(
