@@ -13,6 +13,10 @@ SOURCES := normswap kernels tests tools examples benchmarks
 # of SmolLM2 took 6 to 9 s where it takes 1 s with threads that sleep.
 demo test test-slow test-transformers4: export OMP_WAIT_POLICY ?= passive
 INSTALL := -m pip install --quiet --disable-pip-version-check
+# Libraries that the tests try normswap on, out of everybody else's sight and without what they ask for: transformers prints
+# warnings where it finds torchao, and beside the torchvision that timm asks for it does not import if that was built for
+# another torch.
+ASIDE := einops fla-core hqq termcolor timm torchao
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-26s %s\n", $$1, $$2 }'
@@ -21,6 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with $(PYTHON): a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[bench,demo,test,dev]'
+	$(BIN)/python $(INSTALL) -c constraints.txt --no-deps --upgrade --target $(VENV)/aside $(ASIDE)
 	@touch $@
 
 $(VENV4)/.installed: pyproject.toml constraints-transformers4.txt

@@ -1,0 +1,99 @@
+"""Libraries that would disturb everything else if they lay among the installed packages, for the tests of them.
+
+``make venv`` installs them into a folder of the environment that is on nobody's path: with torchao in sight transformers
+prints warnings, and beside a torchvision that was built for another torch, which timm asks for, it does not import at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import transformers.modeling_utils  # noqa: F401  (decides what is installed before anything more comes into sight)
+
+FOLDER = Path(sys.prefix) / "aside"
+_TORCHVISION = ("", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.functional", ".utils")
+
+
+def bring(*names: str) -> ModuleType:
+    """Import modules from that folder, or from where they are installed; skip where they are absent.
+
+    Args:
+        names: qualified names of modules.
+
+    Returns:
+        The first of them.
+    """
+    try:
+        with _in_sight():
+            return [importlib.import_module(name) for name in names][0]
+    except ModuleNotFoundError as error:
+        pytest.skip(f"needs {error.name}, which is neither installed nor in {FOLDER}")
+
+
+def bring_timm() -> ModuleType:
+    """Import timm, beside the real torchvision where there is one that works, else beside a stand-in."""
+    with _torchvision():
+        return bring("timm", "timm.layers", "timm.models.convnext", "timm.models.swin_transformer")
+
+
+@contextmanager
+def _in_sight() -> Iterator[None]:
+    sys.path.append(str(FOLDER))
+    try:
+        with warnings.catch_warnings():
+            # What libraries say about each other and about the machine when they are imported.
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@contextmanager
+def _torchvision() -> Iterator[None]:
+    """Let timm's imports of torchvision succeed; its models of random weights use nothing of it."""
+    try:
+        importlib.import_module("torchvision")
+    # What a library of another build raises is a matter of the build.
+    except Exception:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        stand_ins = {f"torchvision{name}": _StandIn(f"torchvision{name}") for name in _TORCHVISION}
+        sys.modules.update(stand_ins)
+        for name, stand_in in stand_ins.items():
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(stand_ins[parent], child, stand_in)
+        try:
+            yield
+        finally:
+            for name in stand_ins:
+                sys.modules.pop(name, None)
+    else:
+        yield
+
+
+class _Name(type):
+    """A class whose every attribute is its own name, as an enumeration's members are."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
+class _StandIn(ModuleType):
+    """A module that has a class under every name."""
+
+    __path__: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(name, (), {})
