@@ -35,7 +35,7 @@ class Inspection:
     Attributes:
         model: id, folder or class that was looked at.
         model_type: its config's ``model_type``; None for a module without config.
-        plan: the decision for each norm.
+        plan: the decision for each norm, and the norms that are code and not modules.
     """
 
     model: str
@@ -48,6 +48,7 @@ class Inspection:
             "model": self.model,
             "model_type": self.model_type,
             "norms": [decision.to_dict() for decision in self.plan.decisions],
+            "functions": [found.to_dict() for found in self.plan.functions],
         }
 
 

@@ -84,10 +84,10 @@ def _selecting(command: CommandT) -> CommandT:
 def inspect_command(model: str, as_json: bool, **options: Any) -> None:
     """Show what norms MODEL has and what would be done with each. Reads no weights."""
     with _errors():
-        from normswap import api, report
+        from normswap import api, overview
 
         found = api.inspect(model, **options)
-        _say(json.dumps(found.to_dict(), indent=2) if as_json else report.render_inspection(found.plan.rows()))
+        _say(json.dumps(found.to_dict(), indent=2) if as_json else overview.render_plan(found.plan))
 
 
 @main.command("patch")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import nn
 
 from normswap.errors import NothingToPatchError, UsageError
+from normswap.inline import CodeNorm, find_code_norms
+from normswap.naming import name_pattern, spelled_patterns
 from normswap.probe import Refusal, probe, settings_key
 from normswap.replica import original_class
 from normswap.spec import NormSpec
 
 __all__ = ["Decision", "Plan", "make_plan"]
+
+# How the probe ends its reason for what normalises, but not rows.
+_NOT_OF_ROWS = "not over the last dimension"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,12 @@ class Decision:
     @property
     def pattern(self) -> str:
         """The name with every layer or expert number replaced by ``*``."""
-        return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", self.name)
+        return name_pattern(self.name)
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it may be a norm of rows at all; BatchNorm and GroupNorm, for one, are none."""
+        return not self.reason.endswith(_NOT_OF_ROWS)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as it stands in ``inspect --json``."""
@@ -57,9 +66,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for every norm of a model, in the model's order."""
+    """The decisions for every norm of a model, in the model's order.
+
+    Attributes:
+        decisions: one for each norm that is a module.
+        functions: norms that are code and not modules; nothing is done with them.
+    """
 
     decisions: tuple[Decision, ...]
+    functions: tuple[CodeNorm, ...] = ()
 
     @property
     def swaps(self) -> tuple[Decision, ...]:
@@ -71,22 +86,42 @@ class Plan:
         """The norms that would be left alone."""
         return tuple(d for d in self.decisions if d.action == "refuse")
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Collapse the decisions to one row for each distinct (name pattern, class, spec, action, reason)."""
-        counts: dict[tuple[Any, ...], int] = {}
+    def rows(self, *, by_width: bool = True) -> list[dict[str, Any]]:
+        """Collapse the decisions to one row for each distinct (name pattern, class, spec, action, reason).
+
+        Rows that differ in layer numbers only have them in their pattern: ``layers.{0,2-93}.norm``.
+
+        Args:
+            by_width: whether norms of different widths stand in rows of their own; else ``widths`` has all.
+
+        Returns:
+            ``{"pattern", "class", "spec", "count", "action", "reason", "of_rows", "widths"}`` each; ``spec`` is that
+            of `NormSpec.to_dict` or None, for the first norm of the row.
+        """
+        groups: dict[tuple[Any, ...], list[Decision]] = {}
+        alike: dict[str, dict[tuple[Any, ...], None]] = {}
         for d in self.decisions:
-            key = (d.pattern, d.cls, d.spec, d.action, d.reason)
-            counts[key] = counts.get(key, 0) + 1
+            spec = d.spec if by_width or d.spec is None else replace(d.spec, width=None)
+            key = (d.pattern, d.cls, spec, d.action, d.reason)
+            groups.setdefault(key, []).append(d)
+            alike.setdefault(d.pattern, {})[key] = None
+        patterns: dict[tuple[Any, ...], str] = {}
+        for keys in alike.values():
+            names = [[d.name for d in groups[key]] for key in keys]
+            patterns.update(zip(keys, spelled_patterns(names), strict=True))
         return [
             {
-                "pattern": pattern,
-                "class": cls,
-                "spec": None if spec is None else spec.to_dict(),
-                "count": count,
-                "action": action,
-                "reason": reason,
+                "pattern": patterns[key],
+                "class": first.cls,
+                "spec": None if first.spec is None else first.spec.to_dict(),
+                "count": len(found),
+                "action": first.action,
+                "reason": first.reason,
+                "of_rows": first.of_rows,
+                "widths": sorted({d.spec.width for d in found if d.spec is not None and d.spec.width}),
             }
-            for (pattern, cls, spec, action, reason), count in counts.items()
+            for key, found in groups.items()
+            for first in found[:1]
         ]
 
     def require_swaps(self) -> None:
@@ -98,8 +133,9 @@ class Plan:
         if self.swaps:
             return
         if not self.decisions:
+            code = f" ({len(self.functions)} are code, {self.functions[0].reason})" if self.functions else ""
             raise NothingToPatchError(
-                "expected a model with at least one RMSNorm or LayerNorm, found none; nothing was changed"
+                f"expected a model with at least one RMSNorm or LayerNorm, found none{code}; nothing was changed"
             )
         reasons = "; ".join(f"{row['pattern']} ({row['class']}): {row['reason']}" for row in self.rows()[:5])
         raise NothingToPatchError(
@@ -132,7 +168,7 @@ def make_plan(
     wanted, unwanted = _patterns(include), _patterns(exclude)
     aliases = _aliases(model) if wanted or unwanted else {}
     found: dict[Hashable, NormSpec | Refusal | None] = {}
-    decisions, names_of = [], {}
+    decisions, names_of, norms = [], {}, set()
     for name, module in model.named_modules():
         key = settings_key(module)
         if key not in found:
@@ -140,6 +176,7 @@ def make_plan(
         result = found[key]
         if result is None:
             continue
+        norms.add(original_class(module))
         cls = original_class(module).__name__
         names_of[name] = names = aliases.get(module, [name])
         if isinstance(result, Refusal):
@@ -151,7 +188,7 @@ def make_plan(
         else:
             decisions.append(Decision(name, cls, "swap", "", result, key))
     _check_patterns(names_of, wanted, unwanted)
-    return Plan(tuple(decisions))
+    return Plan(tuple(decisions), find_code_norms(model, norms))
 
 
 def _patterns(given: str | Iterable[str] | None) -> Sequence[str]:

@@ -1,16 +1,14 @@
-"""Parity reports and inspections as text for a terminal."""
+"""Parity reports as text for a terminal."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from normswap.figures import NormFigures, ParityReport
 
-__all__ = ["render", "render_inspection"]
+__all__ = ["render", "shorten"]
 
 _WIDTH = 100
 _GREEN, _RED, _DIM, _OFF = "\x1b[32m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
@@ -130,39 +128,6 @@ def _norm_rows(norms: Iterable[NormFigures]) -> list[list[str]]:
     return rows
 
 
-def render_inspection(rows: Sequence[dict[str, Any]]) -> str:
-    """Write what is in a model and what would be done, a row for each kind of norm.
-
-    Args:
-        rows: ``{"pattern", "class", "spec", "count", "action", "reason"}`` each; ``spec`` is that of
-            `normswap.spec.NormSpec.to_dict` or None.
-
-    Returns:
-        Aligned columns and a line of totals, without a newline at the end.
-    """
-    table = [["pattern", "class", "count", "action", "what it computes, or why not"]]
-    totals: Counter[str] = Counter()
-    for row in rows:
-        totals[row["action"]] += row["count"]
-        words = spec_words(row["spec"]) if row["spec"] and row["action"] != "refuse" else str(row["reason"] or "")
-        table.append([row["pattern"], row["class"], str(row["count"]), row["action"], words])
-    total = sum(totals.values())
-    parts = ", ".join(f"{count} to {action}" for action, count in totals.items())
-    return "\n".join([*_flowing(table), "", f"{total} norms: {parts}" if total else "no norm found"])
-
-
-def spec_words(spec: dict[str, Any]) -> str:
-    """Say in a few words what a norm computes."""
-    parts = [{"rms": "RMS", "layer": "LayerNorm"}.get(spec["kind"], str(spec["kind"]))]
-    parts.append(f"width {spec['width']}" if spec.get("width") else "any width")
-    parts.append(f"eps {spec['eps']:g}")
-    gain = spec.get("gain", "w")
-    parts.append("no gain" if gain == "none" else f"gain {gain}" + (" + bias" if spec.get("bias") else ""))
-    if gain != "none":
-        parts.append("cast before gain" if spec.get("cast") == "before_gain" else "cast after gain")
-    return ", ".join(parts)
-
-
 def number(value: float | None, digits: int = 3) -> str:
     """Write a figure shortly; what is missing or not a number says so."""
     if value is None:
@@ -180,19 +145,7 @@ def _table(rows: list[list[str]]) -> list[str]:
     gaps = 2 * (len(widths) - 1)
     widest = widths.index(max(widths))
     widths[widest] = max(12, min(widths[widest], _WIDTH - gaps - sum(widths) + widths[widest]))
-    return [_row([_shorten(cell, width) for cell, width in zip(row, widths, strict=True)], widths) for row in rows]
-
-
-def _flowing(rows: list[list[str]]) -> list[str]:
-    """Align columns, the last of which goes on in further lines where it would pass the page."""
-    widths = _widths(rows)
-    rest = max(30, _WIDTH - 2 * (len(widths) - 1) - sum(widths[:-1]))
-    lines = []
-    for *cells, last in rows:
-        for part in textwrap.wrap(last, rest, break_on_hyphens=False) or [""]:
-            lines.append(_row([*cells, part], widths))
-            cells = [""] * len(cells)
-    return lines
+    return [_row([shorten(cell, width) for cell, width in zip(row, widths, strict=True)], widths) for row in rows]
 
 
 def _widths(rows: list[list[str]]) -> list[int]:
@@ -203,7 +156,8 @@ def _row(cells: list[str], widths: list[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _shorten(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
+    """Leave out the middle of what is too long."""
     if len(text) <= width:
         return text
     left = (width - 1) // 2

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from tiny_checkpoints import saved, tiny_llama
 from transformers import DacConfig, DacModel, ResNetConfig, ResNetModel
 
-from normswap import __version__, api, modules
+from normswap import __version__, api, execution
 from normswap.cli import main
 
 pytestmark = pytest.mark.core
@@ -61,7 +61,7 @@ def test_inspect_prints_a_table_or_json(llama: Path) -> None:
     assert table.exit_code == 0
     assert re.search(r"model\.layers\.\*\.input_layernorm +LlamaRMSNorm +2 +swap", table.stdout)
     data = json.loads(run("inspect", llama, "--json").stdout)
-    assert set(data) == {"model", "model_type", "norms"}
+    assert set(data) == {"model", "model_type", "norms", "functions"}
     assert {norm["action"] for norm in data["norms"]} == {"swap"}
 
 
@@ -97,8 +97,8 @@ def test_patch_without_verification_says_so(llama: Path, tmp_path: Path) -> None
 def test_failed_parity_exits_with_1_saves_nothing_and_still_writes_the_figures(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = modules._OPERATIONS["rms"]
-    monkeypatch.setitem(modules._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
+    right = execution._OPERATIONS["rms"]
+    monkeypatch.setitem(execution._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
     done = run("patch", llama, "-o", tmp_path / "out", "--json", tmp_path / "report.json")
     assert done.exit_code == 1
     assert done.stdout.startswith("FAIL")
@@ -201,8 +201,8 @@ def test_a_json_file_that_fails_late_hides_nothing(
     assert done.exit_code == 2
     assert f"5 of 5 norms swapped; saved to {tmp_path / 'out'}" in done.stdout
     assert done.stderr.splitlines() == ["normswap: --json: cannot write /dev/full: No space left on device"]
-    right = modules._OPERATIONS["rms"]
-    monkeypatch.setitem(modules._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
+    right = execution._OPERATIONS["rms"]
+    monkeypatch.setitem(execution._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
     for failed in (
         run("patch", llama, "-o", tmp_path / "other", "--json", "/dev/full"),
         run("verify", llama, "--json", "/dev/full"),

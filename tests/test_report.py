@@ -6,8 +6,7 @@ import pytest
 import torch
 from parity_models import Pair
 
-from normswap.report import render, render_inspection, spec_words
-from normswap.spec import NormSpec
+from normswap.report import render
 
 pytestmark = pytest.mark.core
 
@@ -59,39 +58,3 @@ def test_what_is_missing_or_no_number_is_said(report):
     assert "nan to nan" in render(dataclasses.replace(report, logits=nan))
     none = dataclasses.replace(report.logits, **{f.name: None for f in dataclasses.fields(report.logits)})
     assert "- to -" in render(dataclasses.replace(report, logits=none, norms=[]))
-
-
-def test_an_inspection_has_aligned_columns_and_totals():
-    rows = [
-        {
-            "pattern": "model.layers.*.input_layernorm",
-            "class": "LlamaRMSNorm",
-            "spec": NormSpec("rms", 576, 1e-5, cast="before_gain").to_dict(),
-            "count": 30,
-            "action": "swap",
-            "reason": "",
-        },
-        {
-            "pattern": "h.*.norm",
-            "class": "Gated",
-            "spec": None,
-            "count": 2,
-            "action": "refuse",
-            "reason": "it takes a gate, which is not supported yet",
-        },
-    ]
-    text = render_inspection(rows)
-    lines = text.splitlines()
-    assert lines[1].index("LlamaRMSNorm") == lines[3].index("Gated") == lines[0].index("class")
-    assert all(len(line) <= 100 for line in lines)
-    assert "RMS, width 576, eps 1e-05, gain w, cast before gain" in " ".join(text.split())
-    assert "it takes a gate, which is not supported yet" in " ".join(text.split())
-    assert lines[-1] == "32 norms: 30 to swap, 2 to refuse"
-    assert render_inspection([]).endswith("no norm found")
-
-
-def test_spec_words():
-    layer = NormSpec("layer", 384, 1e-12, bias=True, bias_name="bias")
-    assert spec_words(layer.to_dict()) == "LayerNorm, width 384, eps 1e-12, gain w + bias, cast after gain"
-    bare = NormSpec("rms", None, 0.0, gain="none", gain_name=None)
-    assert spec_words(bare.to_dict()) == "RMS, any width, eps 0, no gain"
