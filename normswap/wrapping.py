@@ -16,6 +16,7 @@ __all__ = ["bare_class", "has_own_forward", "original_class", "plain_state", "re
 # accelerate's, transformers', FSDP's and this package's own notes on a module.
 _NOTES = ("_hf_hook", "_old_forward", "_is_hf_initialized", "_normswap")
 _FSDP_NOTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_FSDP_STATE = "__composable_api_"
 _TWIN = "_normswap_twin"
 
 
@@ -75,7 +76,7 @@ def _match(twin: type, cls: type) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody put another forward on this very module; accelerate's hooks, which call the class's, are none."""
+    """Whether somebody put another forward on this very module; accelerate's hooks, which call its own, are none."""
     forward = vars(module).get("forward")
     return forward is not None and not hasattr(module, "_hf_hook") and not _is_bound(module, forward)
 
@@ -93,7 +94,7 @@ def plain_state(module: nn.Module) -> dict[str, Any]:
     computed from. Nothing is run, and nothing copied but the dictionaries.
     """
     notes = (*_NOTES, *_FSDP_NOTES)
-    state = {name: value for name, value in vars(module).items() if name not in notes}
+    state = {n: value for n, value in vars(module).items() if n not in notes and not n.startswith(_FSDP_STATE)}
     if not has_own_forward(module):
         state.pop("forward", None)
     for name in ("_parameters", "_buffers", "_modules"):
