@@ -118,7 +118,8 @@ def _under_test(name: str, module: nn.Module, spec: NormSpec) -> NormUnderTest:
         name=name,
         spec=spec,
         module=module,
-        original=lambda x: modules.original_forward(module, x),
+        original=lambda *args, **kwargs: modules.original_forward(module, *args, **kwargs),
+        bind=modules.execution_of(module).bind,
         gain=lambda: getattr(module, spec.gain_name) if spec.gain_name else None,
         bias=lambda: getattr(module, spec.bias_name) if spec.bias_name else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,18 @@ from torch import nn
 from normswap.spec import NormSpec
 from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
 
-__all__ = ["NormMeter", "NormUnderTest", "trial_rows", "watching"]
+__all__ = ["NormMeter", "NormUnderTest", "trial_inputs", "watching"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SAMPLE = 1 << 18
+# Length of a trial row for a norm that takes any.
+_ANY_WIDTH = 96
 # One in so many elements of a float16 result may differ: of those that cancel further nothing can be said.
 _CANCELLED = 1e3
+
+
+def _row_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None), None
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,16 @@ class NormUnderTest:
         original: the original class's forward with this module's own parameters.
         gain: returns the gain as stored, or None.
         bias: returns the bias as stored, or None.
+        bind: finds the row and the gate, if any, among the arguments of a call; no row where there are others.
     """
 
     name: str
     spec: NormSpec
     module: nn.Module
-    original: Callable[[torch.Tensor], torch.Tensor]
+    original: Callable[..., Any]
     gain: Callable[[], torch.Tensor | None]
     bias: Callable[[], torch.Tensor | None]
+    bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[torch.Tensor | None, torch.Tensor | None]] = _row_alone
 
 
 @dataclass
@@ -93,15 +101,17 @@ class NormMeter:
         bias: torch.Tensor | None,
         original: torch.Tensor,
         swapped: torch.Tensor,
+        gate: torch.Tensor | None = None,
     ) -> None:
         """Take in the results of one call.
 
         Args:
-            x: ``(..., width)``, what the norm was called on.
+            x: what the norm was called on, as `NormSpec.compute` takes it.
             gain: as stored, or None.
             bias: as stored, or None.
             original: what the original class makes of ``x``.
             swapped: what the swapped norm made of ``x``.
+            gate: of the shape of ``x``; None for a call without.
         """
         if original.dtype != swapped.dtype or original.shape != swapped.shape:
             self.problems.append(
@@ -112,11 +122,13 @@ class NormMeter:
         self.calls += 1
         if swapped.numel() == 0:
             return
-        x, original, swapped = x.detach(), original.detach(), swapped.detach()
-        rounding = self.spec.rounding(x.dtype, None if gain is None else gain.dtype)
+        given, spec = self.spec, replace(self.spec, axis="last")
+        x, original, swapped = (given.rows(t.detach()) for t in (x, original, swapped))
+        gate = None if gate is None else given.rows(gate.detach())
+        rounding = spec.rounding(x.dtype, None if gain is None else gain.dtype)
         self.dtype, self.middle, self.twice = original.dtype, rounding.middle, rounding.twice
-        exact = self.spec.compute_exact(x, gain, bias)
-        at, n, g = _scales(self.spec, x, gain, bias, exact)
+        exact = spec.compute_exact(x, gain, bias, gate)
+        at, n, g = _scales(spec, x, gain, bias, gate, exact)
         finite = original.isfinite() & swapped.isfinite() & exact.isfinite()
         every = bool(finite.all())
         if not every:
@@ -131,7 +143,7 @@ class NormMeter:
         self.exact_ulp_original = max(self.exact_ulp_original, float((off / unit).max()))
         self.square_original += float(off.pow(2).sum())
         self.square_exact += float(exact.pow(2).sum())
-        if self.spec.kind == "layer" or bias is not None:
+        if spec.kind == "layer" or bias is not None:
             shrunk = (at / exact.abs()).nan_to_num(1.0, _CANCELLED).clamp(1.0, _CANCELLED)
             self.sum_cancellation += float(shrunk.sum())
         else:
@@ -169,38 +181,46 @@ def _scales(
     x: torch.Tensor,
     gain: torch.Tensor | None,
     bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
     exact: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest term behind each result, the normalised row, the effective gain's magnitude; all float64."""
-    g = torch.ones((), dtype=torch.float64, device=x.device)
-    if gain is not None:
-        g = (gain.double() + spec.offset).abs()
-    scaled = exact if bias is None else exact - bias.double()
-    n = spec.compute_exact(x, None, None)
-    at = scaled.abs()
+    """The largest term behind each result, the normalised row, what it is multiplied by in magnitude; all float64."""
+    g = spec.scale(gain, torch.float64)
+    g = torch.ones((), dtype=torch.float64, device=x.device) if g is None else g.abs()
+    after = None if gate is None or spec.gate_position != "after" else spec.activation(gate.double()).abs()
+    n = spec.compute_exact(x, gain if spec.gain_position == "before" else None, None, gate)
+    at = exact.abs()
     if bias is not None:
-        at = torch.maximum(at, bias.double().abs())
+        shift = spec.row(bias).double()
+        at = torch.maximum((exact - shift).abs(), shift.abs().expand_as(exact))
+    if after is not None:
+        n, g = n / after, g * after
     if spec.kind == "layer":
-        wide = x.double()
+        wide = spec.grouped(x.double())
         variance = wide.var(-1, unbiased=False, keepdim=True)
-        at = torch.maximum(at, (wide.pow(2).mean(-1, keepdim=True) / (variance + spec.eps)).sqrt() * g)
+        subtracted = (wide.pow(2).mean(-1, keepdim=True) / (variance + spec.eps)).sqrt().expand_as(wide)
+        at = torch.maximum(at, subtracted.reshape(x.shape) * g)
     return at, n, g
 
 
-def trial_rows(spec: NormSpec, width: int) -> Iterator[torch.Tensor]:
-    """Yield rows that a real run may not bring, float32 on the CPU: each kind of launch, and rows where eps tells.
+def trial_inputs(spec: NormSpec) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield arguments that a real run may not bring, float32 on the CPU: each kind of launch, and rows where eps tells.
+
+    A few rows, some hundred and a batch of short sequences of ordinary size; rows far above it; rows that eps
+    outweighs.
+    A gated norm gets a random gate, and where it may be called without one, each input once more without.
 
     Args:
         spec: what is tried.
-        width: length of a row.
 
     Yields:
-        ``(..., width)``: one row, several, some hundred and a batch of short sequences of ordinary size; rows far above
-        it; rows that eps outweighs.
+        The row, and the gate if any, by the names that the norm's forward gives them.
     """
     generator = torch.Generator().manual_seed(0)
-    small = max(spec.eps, 1e-12) ** 0.5
-    for shape, scale in (
+    row = (spec.heads, spec.width or _ANY_WIDTH) if spec.heads > 1 else (spec.width or _ANY_WIDTH,)
+    small = max(spec.eps, 1e-12)
+    small = small**0.5 if spec.eps_position == "inside" else small
+    for sizes, scale in (
         ((1, 1), 1.0),
         ((2, 1), 1.0),
         ((1, 7), 1.0),
@@ -208,7 +228,19 @@ def trial_rows(spec: NormSpec, width: int) -> Iterator[torch.Tensor]:
         ((1, 67), 1e3),
         ((1, 67), small),
     ):
-        yield scale * torch.randn(*shape, width, generator=generator)
+        x = _as_input(spec, scale * torch.randn(*sizes, *row, generator=generator))
+        if spec.gate is None or spec.gate_optional:
+            yield {spec.input_name: x}
+        if spec.gate_name is not None:
+            yield {spec.input_name: x, spec.gate_name: 2 * torch.randn(x.shape, generator=generator)}
+
+
+def _as_input(spec: NormSpec, rows: torch.Tensor) -> torch.Tensor:
+    """Bring rows ``(A, B, ...)`` into what a norm takes: as they are, or as channels of an image or a sequence."""
+    if spec.axis == "channels":
+        rows = rows.movedim(-1, 1).contiguous()
+        return rows.unsqueeze(-1) if spec.rank == 4 else rows
+    return rows.flatten(0, 1) if spec.rank == 2 else rows
 
 
 @contextmanager
@@ -243,15 +275,19 @@ def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., N
         # An original that calls its module again would measure itself.
         if busy:
             return
-        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        x, gate = norm.bind(args, kwargs)
         if x is None or not isinstance(output, torch.Tensor):
             meter.problems.append(f"returned {type(output).__name__}, expected one tensor for one tensor")
             return
         busy = True
         try:
             with torch.no_grad():
-                x, output = sampler.pick(x.detach(), output.detach())
-                meter.add(x, norm.gain(), norm.bias(), norm.original(x), output)
+                expected = norm.original(*args, **kwargs)
+                if not isinstance(expected, torch.Tensor) or expected.shape != output.shape:
+                    meter.problems.append(f"returned {tuple(output.shape)} where the original returns another shape")
+                    return
+                x, expected, output, gate = sampler.pick(norm.spec, x.detach(), expected, output.detach(), gate)
+                meter.add(x, norm.gain(), norm.bias(), expected, output, gate)
         finally:
             busy = False
 
@@ -272,17 +308,22 @@ class _Sampler:
         self.most = most
         self.seen: set[float] = set()
 
-    def pick(self, x: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows to compare; the call as it is, strides and all, where that is every row of it."""
-        if x.dim() < 2 or x.shape != output.shape or not x.numel():
-            return x, output
-        rows = x.numel() // x.shape[-1]
-        keep = max(1, min(rows, self.most // x.shape[-1]))
+    def pick(
+        self, spec: NormSpec, x: torch.Tensor, expected: torch.Tensor, output: torch.Tensor, gate: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the rows to compare; the call as it is where that is every row of it, or where rows are channels."""
+        row = x.shape[-2:] if spec.heads > 1 else x.shape[-1:]
+        if x.dim() <= len(row) or x.shape != output.shape or not x.numel() or spec.axis != "last":
+            return x, expected, output, gate
+        size = row.numel()
+        rows = x.numel() // size
+        keep = max(1, min(rows, self.most // size))
         index = torch.linspace(0, rows - 1, keep, dtype=torch.float64, device=x.device).round().long()
-        index = index[self._new(x.reshape(rows, -1)[index])]
+        index = index[self._new(x.reshape(rows, size)[index])]
         if len(index) == rows:
-            return x, output
-        return x.reshape(rows, -1)[index], output.reshape(rows, -1)[index]
+            return x, expected, output, gate
+        x, expected, output = (t.reshape(rows, *row)[index] for t in (x, expected, output))
+        return x, expected, output, None if gate is None else gate.detach().reshape(rows, *row)[index]
 
     def _new(self, rows: torch.Tensor) -> list[int]:
         # A projection tells rows apart; a NaN is equal to nothing and so is always new.

@@ -21,7 +21,7 @@ from normswap.errors import ModelError
 from normswap.figures import Control, Criterion, Exact, NormFigures, ParityReport, Served
 from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served
 from normswap.inputs import Inputs, Output, run
-from normswap.meter import NormMeter, NormUnderTest, trial_rows, watching
+from normswap.meter import NormMeter, NormUnderTest, trial_inputs, watching
 from normswap.stats import Gap, Tokens, compare_tokens, gap, relative
 
 __all__ = ["Criterion", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
@@ -230,11 +230,12 @@ class _Session:
         failures = []
         for norm in norms:
             meter = NormMeter(norm.spec)
-            gain = norm.gain()
-            for rows in trial_rows(norm.spec, norm.spec.width or 96):
-                x = rows.to(self.device, dtype)
+            for trial in trial_inputs(norm.spec):
+                arguments = {name: tensor.to(self.device, dtype) for name, tensor in trial.items()}
+                x, gate = arguments[norm.spec.input_name], arguments.get(norm.spec.gate_name or "")
                 with torch.no_grad():
-                    meter.add(x, gain, norm.bias(), norm.original(x), norm.module(x))
+                    expected, got = norm.original(**arguments), norm.module(**arguments)
+                    meter.add(x, norm.gain(), norm.bias(), expected, got, gate)
             failures += judge_norm(f"{norm.name} on trial rows", meter, self.criterion)[1]
         return failures
 

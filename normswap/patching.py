@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from normswap import modules
+from normswap import checking, modules
 from normswap.errors import UsageError
 from normswap.plan import Plan, make_plan
 
@@ -44,6 +44,7 @@ def patch(
         NothingToPatchError: no norm can be swapped; the message has the reasons.
         ParityError: a fused norm is out of the unit bound; nothing was changed.
         BackendError: the backend cannot run on the model's device.
+        ModelError: something unknown changed the class of a norm that was swapped before; nothing was changed.
         UsageError: an include pattern matches no norm, or `model` is no module.
 
     Example:
@@ -63,7 +64,7 @@ def unpatch(model: ModelT) -> ModelT:
     """Put back every original norm, in place; a model without swapped norms is returned as it is.
 
     Raises:
-        ModelError: a swapped norm was wrapped by something else since (FSDP); nothing was changed.
+        ModelError: something unknown changed the class of a swapped norm since; nothing was changed.
         UsageError: `model` is no module.
 
     Example:
@@ -73,7 +74,10 @@ def unpatch(model: ModelT) -> ModelT:
         LayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True)
     """
     _require_module(model)
-    for _, module, _ in list(modules.fused_norms(model)):
+    norms = [module for _, module, _ in modules.fused_norms(model)]
+    for module in norms:
+        modules.require_own_class(module)
+    for module in norms:
         modules.unswap(module)
     return model
 
@@ -82,9 +86,11 @@ def apply_plan(model: nn.Module, plan: Plan, *, backend: str, verify: bool) -> N
     """Swap what a plan of this very model says; with `verify`, after comparing each distinct norm.
 
     Raises:
-        BackendError, ParityError: as for `patch`; nothing was changed.
+        BackendError, ModelError, ParityError: as for `patch`; nothing was changed.
     """
     chosen = [(decision, model.get_submodule(decision.name)) for decision in plan.swaps]
+    for _, module in chosen:
+        modules.require_own_class(module)
     for device in {_device_of(module) for _, module in chosen}:
         modules.resolve_backend(backend, device)
     if verify:
@@ -94,7 +100,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, backend: str, verify: bool) -> N
             key = (decision.key, _device_of(module), _dtype_of(module))
             if key not in seen:
                 seen.add(key)
-                modules.check_swap(module, decision.name, decision.spec, backend)
+                checking.check_swap(module, decision.name, decision.spec, backend)
     for decision, module in chosen:
         assert decision.spec is not None
         modules.swap(module, decision.spec, backend)

@@ -1,20 +1,23 @@
-"""Prove on fresh inputs that a module computes what a spec says, in every way that it may be called."""
+"""Hold a formula to what the original does: on fresh parameters, extreme rows, other strides, and differentiated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
 from normswap.meter import NormMeter
 from normswap.replica import Replica, Unfit
-from normswap.spec import NormSpec
+from normswap.spec import NormSpec, dtype_name
 from normswap.stats import FLOAT32_NOISE
 
 __all__ = [
     "ELEMENTS",
     "disagreement",
-    "dtype_name",
+    "evaluate",
+    "gates",
     "prove",
     "prove_extremes",
     "prove_gradients",
@@ -32,53 +35,97 @@ _AGREEING = 0.999
 
 
 def prove(replica: Replica, spec: NormSpec, pairs: Iterable[tuple[torch.dtype, torch.dtype]]) -> None:
-    """Compare with the original on fresh parameters and fresh inputs: ordinary, large, and small beside eps."""
-    scales = (1.0, 1e3, 1e6, max(spec.eps, 1e-12) ** 0.5, 1e-12)
+    """Compare with the original on fresh parameters and fresh inputs: ordinary, large, and small beside eps.
+
+    Raises:
+        Unfit: they disagree.
+    """
+    small = max(spec.eps, 1e-12)
+    scales = (1.0, 1e3, 1e6, small**0.5 if spec.eps_position == "inside" else small, 1e-12)
     for x_dtype, gain_dtype in pairs:
+        if not spec.covers(x_dtype, gain_dtype if spec.gain_name else None):
+            continue
         for scale in scales:
             if x_dtype == torch.float16 and not 1e-3 < scale < 1e4:
                 continue
             replica.randomise(gain_dtype, wide=scale == 1.0)
-            x = (scale * (rows(replica.width, row_count(replica.width)) - 0.5)).to(x_dtype)
-            y = try_run(replica, x)
-            if y is None:
-                continue
-            if fault := disagreement(spec, x, replica.tensors, y):
-                # The regression held for large rows in float32, so a smaller row that is off is off by eps.
-                where = "; eps may not stand inside the root" if x_dtype == torch.float32 and scale < 1e3 else ""
-                raise Unfit(f"the formula found for it is not proved ({fault}{where})", is_norm=True)
+            x = (scale * (rows(replica, row_count(replica)) - 0.5)).to(x_dtype)
+            for gate in gates(spec, x):
+                y = try_run(replica, x, gate)
+                if y is None:
+                    continue
+                if fault := disagreement(spec, x, gate, replica.tensors, y):
+                    # The regression held for large rows in float32, so a smaller row that is off is off by eps.
+                    where = "; eps may stand elsewhere" if x_dtype == torch.float32 and scale < 1e3 else ""
+                    raise Unfit(f"the formula found for it is not proved ({fault}{where})", is_norm=True)
 
 
-def prove_invariance(replica: Replica) -> None:
-    """Run once more, in training mode, in other ranks and strides: the result must stay."""
+def prove_invariance(replica: Replica, spec: NormSpec) -> None:
+    """Run once more, in training mode, in other ranks and strides: the result must stay.
+
+    Raises:
+        Unfit: it does not.
+    """
     replica.randomise(torch.float32)
-    x = rows(replica.width, 24)
-    y = replica.run(x)
-    if not torch.equal(replica.run(x), y):
+    x = rows(replica, 24)
+    gate = gates(spec, x)[-1]
+    y = replica.run(x, gate)
+    if not torch.equal(replica.run(x, gate), y):
         raise Unfit("it gives another result the second time", is_norm=True)
-    if not torch.equal(replica.run(x, training=True), y):
+    if not torch.equal(replica.run(x, gate, training=True), y):
         raise Unfit("it computes something else in training mode", is_norm=True)
-    strided = torch.cat([x, x], -1)[..., : replica.width]
-    flat = x.reshape(24, -1)
-    many = flat.repeat(100, 1)
-    for view in (flat, flat[0], flat[:1], flat[:7], x[:1], x[:1, :1], x.reshape(2, 3, 4, -1), strided, many):
-        result = try_run(replica, view)
-        expected = y.reshape(24, -1)[: view.numel() // replica.width].reshape(-1, replica.width)
-        if result is not None and relative(result.reshape(-1, replica.width)[: len(expected)], expected) > 1e-5:
-            raise Unfit(f"it computes something else on an input of shape {list(view.shape)}", is_norm=True)
+    row = replica.shape
+    once = tuple(1 for _ in row)
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: t[:, :2],
+        lambda t: t[:, :6],
+        lambda t: t.repeat(1, 50, *once),
+    ]
+    if replica.arrangement == "rows":
+        views += [
+            lambda t: t.reshape(24, *row),
+            lambda t: t.reshape(24, *row)[0],
+            lambda t: t.reshape(24, *row)[:1],
+            lambda t: t.reshape(24, *row)[:7],
+            lambda t: t[:1],
+            lambda t: t[:1, :1],
+            lambda t: t.reshape(2, 3, 4, *row),
+            lambda t: t.reshape(24, *row).repeat(100, *once),
+            lambda t: torch.cat([t, t], -1)[..., : replica.width],
+        ]
+    for view in views:
+        given = view(x)
+        result = try_run(replica, given, None if gate is None else view(gate))
+        if result is not None and relative(result, view(y)) > 1e-5:
+            raise Unfit(f"it computes something else on an input of shape {list(given.shape)}", is_norm=True)
 
 
 def prove_extremes(replica: Replica, spec: NormSpec) -> None:
-    """Feed rows of zeros and rows with an infinity or a NaN: the pattern of what is not finite must be the same."""
+    """Feed rows that no ordinary run brings: the pattern of what is not finite must be the formula's.
+
+    Zeros, an infinity or a NaN in one column, a constant row, a single number, denormal and huge numbers.
+
+    Raises:
+        Unfit: it is another.
+    """
     replica.randomise(torch.float32)
-    x = rows(replica.width, 8)[0]
-    x[0] = 0.0
+    x = rows(replica, 24)
+    flat = x.reshape(24, *replica.shape)
+    flat[0] = 0.0
     for row, value in ((1, torch.nan), (2, torch.inf), (3, -torch.inf)):
-        x[row, -1] = value
-    expected = spec.compute(x, replica.get(spec.gain_name), replica.get(spec.bias_name))
-    got = replica.run(x)
-    if not (torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())):
-        raise Unfit("it treats zeros, infinities or NaN in its input in a way of its own", is_norm=True)
+        flat[row, ..., -1] = value
+    flat[4] = 3.0
+    flat[5] = 0.0
+    flat[5, ..., 1] = 7.0
+    flat[6] *= 1e-40
+    if spec.kind == "rms":
+        # Of numbers whose squares overflow, torch's own LayerNorm makes one thing on a CPU and another on a GPU.
+        flat[7] *= 1e30
+    for gate in gates(spec, x):
+        expected = evaluate(replica, spec, x, gate)
+        got = replica.run(x, gate)
+        if not (torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())):
+            raise Unfit("it treats zeros, infinities or NaN in its input in a way of its own", is_norm=True)
 
 
 def prove_gradients(replica: Replica, spec: NormSpec) -> None:
@@ -87,35 +134,54 @@ def prove_gradients(replica: Replica, spec: NormSpec) -> None:
     Raises:
         Unfit: they are not.
     """
-    replica.randomise(torch.float32)
-    x = rows(replica.width, 24)
+    x = rows(replica, 24)
     direction = torch.randn_like(x)
-    with torch.enable_grad():
-        replica.track_gradients()
-        x.requires_grad_()
-        tensors = [replica.tensors[name] for name in (spec.gain_name, spec.bias_name) if name is not None]
-        leaves = [x, *(tensor for tensor in tensors if tensor.requires_grad)]
-        y = replica.run(x, training=True)
-        expected = spec.compute(x, replica.get(spec.gain_name), replica.get(spec.bias_name))
-        if relative(y.detach(), expected.detach()) > 1e-5:
-            raise Unfit("it computes something else when gradients are recorded", is_norm=True)
-        if not y.requires_grad:
-            raise Unfit("no gradient flows through it", is_norm=True)
-        got = torch.autograd.grad(y, leaves, direction, allow_unused=True)
-        wanted = torch.autograd.grad(expected, leaves, direction)
-    for one, other in zip(got, wanted, strict=True):
-        if one is None or relative(one, other) > 1e-3:
-            raise Unfit("its gradients are not those of its formula", is_norm=True)
+    for gate in gates(spec, x):
+        replica.randomise(torch.float32)
+        with torch.enable_grad():
+            replica.track_gradients()
+            inputs = [x.clone().requires_grad_(), *([] if gate is None else [gate.clone().requires_grad_()])]
+            tensors = [replica.tensors[name] for name in (spec.gain_name, spec.bias_name) if name is not None]
+            leaves = [*inputs, *(tensor for tensor in tensors if tensor.requires_grad)]
+            y = replica.run(*inputs, training=True)
+            expected = evaluate(replica, spec, *inputs)
+            if relative(y.detach(), expected.detach()) > 1e-5:
+                raise Unfit("it computes something else when gradients are recorded", is_norm=True)
+            if not y.requires_grad:
+                raise Unfit("no gradient flows through it", is_norm=True)
+            got = torch.autograd.grad(y, leaves, direction, allow_unused=True)
+            wanted = torch.autograd.grad(expected, leaves, direction)
+        for one, other in zip(got, wanted, strict=True):
+            if one is None or relative(one, other) > 1e-3:
+                raise Unfit("its gradients are not those of its formula", is_norm=True)
 
 
-def disagreement(spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tensor], y: torch.Tensor) -> str | None:
+def evaluate(replica: Replica, spec: NormSpec, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute a spec on a replica's tensors, for rows as `Replica.run` takes and gives them."""
+    spec = replace(spec, axis="last")
+    return spec.compute(x, replica.get(spec.gain_name), replica.get(spec.bias_name), gate)
+
+
+def disagreement(
+    spec: NormSpec, x: torch.Tensor, gate: torch.Tensor | None, tensors: Mapping[str, torch.Tensor], y: torch.Tensor
+) -> str | None:
+    """Say how far an original's result is from the formula; None where it is the formula's.
+
+    Args:
+        spec: the formula.
+        x: rows, as `Replica.run` takes them.
+        gate: of the shape of ``x``, or None.
+        tensors: the original's parameters by name.
+        y: its result.
+    """
+    spec = replace(spec, axis="last")
     gain, bias = (None if name is None else tensors[name] for name in (spec.gain_name, spec.bias_name))
     where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
     pair = f"{dtype_name(x.dtype)} input" + (f", {dtype_name(gain.dtype)} gain" if gain is not None else "")
     if y.dtype != where.out:
         return f"{pair}: expected {dtype_name(where.out)}, got {dtype_name(y.dtype)}"
     meter = NormMeter(spec)
-    meter.add(x, gain, bias, y, spec.compute(x, gain, bias))
+    meter.add(x, gain, bias, y, spec.compute(x, gain, bias, gate), gate)
     if where.unit == torch.float32:
         off = meter.exact_ulp_original
         return None if off <= 2 * FLOAT32_NOISE else f"{pair}: {off:.3g} units from the formula in float64"
@@ -125,24 +191,32 @@ def disagreement(spec: NormSpec, x: torch.Tensor, tensors: dict[str, torch.Tenso
     return None
 
 
-def try_run(replica: Replica, x: torch.Tensor) -> torch.Tensor | None:
+def try_run(replica: Replica, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Run a replica; None where it does not run on such an input."""
     try:
-        return replica.run(x)
+        return replica.run(x, gate)
     except Unfit:
         return None
 
 
-def rows(width: int, count: int) -> torch.Tensor:
-    return torch.randn(2, (count + 1) // 2, width)
+def rows(replica: Replica, count: int) -> torch.Tensor:
+    """Draw ``(2, count / 2, *shape)`` normal numbers; the second size is even."""
+    return torch.randn(2, 2 * ((count + 3) // 4), *replica.shape)
 
 
-def row_count(width: int) -> int:
-    return max(8, ELEMENTS // width)
+def gates(spec: NormSpec, x: torch.Tensor) -> list[torch.Tensor | None]:
+    """Return the gates that a norm is called with beside an input: none, a random one, or the one and the other."""
+    if spec.gate is None:
+        return [None]
+    gate = (2 * torch.randn(x.shape)).to(x.device, x.dtype)
+    return [None, gate] if spec.gate_optional else [gate]
+
+
+def row_count(replica: Replica) -> int:
+    """Return how many rows one comparison takes."""
+    return max(8, ELEMENTS // math.prod(replica.shape))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the relative distance of ``a`` from ``b``, in the root of the mean square."""
     return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

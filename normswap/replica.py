@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from collections import OrderedDict
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-__all__ = ["Replica", "Unfit", "input_name", "original_class"]
+from normswap.distributed import held
+from normswap.signatures import parameter_names, required_names
+from normswap.wrapping import has_own_forward, original_class, plain_state
 
-_HOOK_ATTRIBUTES = ("forward", "_hf_hook", "_old_forward")
+__all__ = ["Arrangement", "Replica", "Unfit", "original_class"]
+
+# Length of a row for a norm that has no parameters to say it: with many divisors, for grouped ones.
+_ANY_WIDTH = 96
+
+Arrangement = Literal["rows", "flat", "image", "sequence"]
+"""How rows lie in what a module takes: ``(..., width)``, ``(N, width)``, ``(N, width, H, W)`` or ``(N, width, L)``."""
 
 
 class Unfit(Exception):
@@ -22,22 +29,6 @@ class Unfit(Exception):
     def __init__(self, reason: str, *, is_norm: bool = False) -> None:
         super().__init__(reason)
         self.is_norm = is_norm
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class as it was before a swap."""
-    return getattr(type(module), "_normswap_original", type(module))
-
-
-def input_name(cls: type[nn.Module]) -> str:
-    """Return the name of the one tensor that the class's forward takes; empty where it has none."""
-    named = _named_parameters(cls)
-    return named[0] if named else ""
-
-
-def _named_parameters(cls: type[nn.Module]) -> list[str]:
-    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 class Replica:
@@ -50,52 +41,69 @@ class Replica:
     Attributes:
         module: the copy.
         cls: its class, the original one.
-        width: length of a row.
-        tensors: name to tensor ``(width,)``, parameters and buffers alike; the copy reads these very tensors.
+        shape: of one row: ``(width,)``, or ``(heads, width)`` beside a gain of that shape.
+        sized: whether a parameter says so; a norm without takes rows of any length.
+        tensors: name to tensor, parameters and buffers alike; the copy reads these very tensors.
+        arrangement: how `run` hands rows over.
+        names: what its forward calls its arguments.
+        input_name: the argument that takes the row.
+        gate_name: the argument that takes a gate; None where none is given to it.
 
     Raises:
-        Unfit: the module's tensors cannot be those of a norm over the last dimension.
+        Unfit: the module's tensors cannot be those of a norm.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
         self.device = device
         self.cls = original_class(module)
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        if has_own_forward(module):
             raise Unfit("its forward was replaced on the instance")
         self.module = self.cls.__new__(self.cls)
         vars(self.module).update(_copied_state(module))
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: tuple[str, ...] = ()
-        self.width = self._find_width(module)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.arrangement: Arrangement = "rows"
+        self.names = parameter_names(self.cls)
+        self.input_name = self.names[0] if self.names else "x"
+        self.gate_name: str | None = None
+        self.shape = self._find_shape(self.module)
+        self.sized = any(math.prod(size) > 1 for size in self._shapes.values())
 
-    def _find_width(self, module: nn.Module) -> int:
+    @property
+    def width(self) -> int:
+        """Length of a row."""
+        return self.shape[-1]
+
+    def _find_shape(self, module: nn.Module) -> tuple[int, ...]:
         shapes = {
             name: tuple(tensor.shape)
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        for name, size in shapes.items():
-            if len(size) != 1:
-                raise Unfit(f"its parameter {name} has shape {list(size)}, not that of one row")
-        if len(set(shapes.values())) > 1 or len(shapes) > 2:
+        self._shapes = shapes
+        # A gain may be stored as (1, 1, width) or (width, 1, 1), and one number may stand for a whole row.
+        rows = {name: tuple(n for n in size if n != 1) for name, size in shapes.items() if math.prod(size) != 1}
+        if len(set(rows.values())) > 1 or len(shapes) > 2:
             raise Unfit(f"its parameters ({', '.join(shapes)}) are not a gain and a bias of one row")
-        self._names = tuple(shapes)
-        shape: Any = getattr(module, "normalized_shape", None)
-        if isinstance(shape, (tuple, list)) and len(shape) > 1:
-            raise Unfit(f"it normalises over {len(shape)} dimensions", is_norm=True)
-        if shapes:
-            width = next(iter(shapes.values()))[0]
+        for name, size in rows.items():
+            if len(size) > 2 or (len(size) == 2 and len(shapes[name]) > 2):
+                raise Unfit(f"its parameter {name} has shape {list(shapes[name])}, not that of one row")
+        given: Any = getattr(module, "normalized_shape", None)
+        if isinstance(given, (tuple, list)) and len(given) > 1:
+            raise Unfit(f"it normalises over {len(given)} dimensions", is_norm=True)
+        if rows:
+            shape = next(iter(rows.values()))
         else:
-            width = shape[0] if isinstance(shape, (tuple, list)) and shape else 96
-        if width < 2:
+            shape = (int(given[0]),) if isinstance(given, (tuple, list)) and given else (_ANY_WIDTH,)
+        if shape[-1] < 2:
             raise Unfit("its rows are one element long")
-        return int(width)
+        return shape
 
     def check_signature(self) -> None:
-        """Raise `Unfit` unless the forward takes one tensor and nothing else."""
-        named = _named_parameters(self.cls)
-        if len(named) > 1:
-            raise Unfit(f"its forward takes ({', '.join(named)}); a gated or conditioned norm is not swapped yet")
+        """Raise `Unfit` unless the forward can be called with a row alone, or with a row and a gate."""
+        required = required_names(self.cls)
+        if not self.names or len(required) > 2:
+            raise Unfit(f"its forward takes ({', '.join(required)}), not a row, or a row and its gate")
 
     def numbers(self) -> Iterator[float]:
         """Yield the positive numbers among the module's settings, where eps is likely to be found."""
@@ -110,22 +118,22 @@ class Replica:
             dtype: of the tensors.
             wide: with the sizes that trained models have, from 0 over 0.01 to 1000; else all between 0.2 and 2.
         """
-        for name in self._names:
-            magnitude = torch.empty(self.width).uniform_(0.2, 2.0)
+        for name, shape in self._shapes.items():
+            magnitude = torch.empty(shape).uniform_(0.2, 2.0)
             if wide:
-                magnitude = 10 ** torch.empty(self.width).uniform_(-2.0, 3.0)
-                magnitude[torch.rand(self.width) < 0.02] = 0.0
-            sign = torch.where(torch.rand(self.width) < 0.3, -1.0, 1.0)
+                magnitude = 10 ** torch.empty(shape).uniform_(-2.0, 3.0)
+                magnitude[torch.rand(shape) < 0.02] = 0.0
+            sign = torch.where(torch.rand(shape) < 0.3, -1.0, 1.0)
             self._give(name, (magnitude * sign).to(self.device, dtype))
 
     def adopt(self, module: nn.Module) -> None:
         """Give the copy the values of the module's own tensors."""
-        for name in self._names:
-            self._give(name, getattr(module, name).detach().clone())
+        for name in self._shapes:
+            self._give(name, held(getattr(module, name).detach()).clone())
 
     def track_gradients(self) -> None:
         """Have autograd record what the copy does with its parameters."""
-        for name in self._names:
+        for name in self._shapes:
             parameter = self.module._parameters.get(name)
             if parameter is not None:
                 self.tensors[name] = parameter.requires_grad_()
@@ -147,34 +155,60 @@ class Replica:
         tensors = {**self.module._parameters, **self.module._buffers}
         return plain | {name: (id(t), t._version) for name, t in tensors.items() if t is not None}
 
-    def run(self, x: torch.Tensor, *, training: bool = False) -> torch.Tensor:
+    def arrange(self, x: torch.Tensor) -> torch.Tensor:
+        """Bring rows into what the module takes.
+
+        Args:
+            x: ``(..., *shape)``; for an arrangement other than rows of any rank ``(2, even, width)``.
+        """
+        if self.arrangement == "flat":
+            return x.reshape(-1, *self.shape)
+        if self.arrangement == "rows":
+            return x
+        x = x.reshape(2, -1, self.width).movedim(-1, 1).contiguous()
+        return x.unflatten(-1, (-1, 2)) if self.arrangement == "image" else x
+
+    def run(
+        self, x: torch.Tensor, gate: torch.Tensor | None = None, *, training: bool = False, arranged: bool = False
+    ) -> torch.Tensor:
         """Run the copy.
 
         Args:
-            x: ``(..., width)``.
+            x: rows, as `arrange` takes them.
+            gate: of the shape of ``x``; None to call it without.
             training: in training mode instead of evaluation mode.
+            arranged: whether ``x`` and ``gate`` are as the module takes them already.
+
+        Returns:
+            The result as the module gives it, where ``arranged``; else of the shape of ``x``.
 
         Raises:
             Unfit: it fails on this input, or what it returns is not one tensor of the input's shape.
         """
         vars(self.module)["training"] = training
-        before, state = x.detach().clone(), self._state()
+        given = x if arranged else self.arrange(x)
+        arguments = {self.input_name: given}
+        if gate is not None and self.gate_name is not None:
+            arguments[self.gate_name] = gate if arranged else self.arrange(gate)
+        before, state = given.detach().clone(), self._state()
         try:
-            y = self.cls.forward(self.module, x)
+            y = self.cls.forward(self.module, **arguments)
         except Exception as error:
             words = " ".join(str(error).split())[:80] or type(error).__name__
             raise Unfit(f"it does not run on rows of {self.width} numbers ({words})") from None
-        if not torch.equal(x.detach().nan_to_num(1.0), before.nan_to_num(1.0)):
+        if not torch.equal(given.detach().nan_to_num(1.0), before.nan_to_num(1.0)):
             raise Unfit("it changes its input in place")
         if self._state() != state:
             raise Unfit("it changes its own attributes or buffers when it runs")
         if not isinstance(y, torch.Tensor):
             raise Unfit(f"it returns a {type(y).__name__}, not one tensor", is_norm=False)
-        if y.shape != x.shape:
-            raise Unfit(f"it returns the shape {list(y.shape)} for {list(x.shape)}")
+        if y.shape != given.shape:
+            raise Unfit(f"it returns the shape {list(y.shape)} for {list(given.shape)}")
         if not y.is_floating_point():
             raise Unfit(f"it returns {y.dtype}")
-        return y
+        if arranged or self.arrangement == "rows":
+            return y
+        return (y if self.arrangement == "flat" else y.flatten(2).movedim(1, -1)).reshape(x.shape)
 
 
 def _plain(value: object) -> bool:
@@ -183,17 +217,10 @@ def _plain(value: object) -> bool:
 
 def _copied_state(module: nn.Module) -> dict[str, object]:
     state: dict[str, object] = {}
-    for name, value in vars(module).items():
-        if name in _HOOK_ATTRIBUTES or name == "_normswap":
-            continue
+    for name, value in plain_state(module).items():
         if isinstance(value, torch.Tensor):
             raise Unfit(f"it holds the tensor {name} outside its parameters and buffers")
-        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            state[name] = OrderedDict()
-        elif name in ("_parameters", "_buffers", "_modules"):
-            state[name] = dict(value)
-        else:
-            state[name] = _copied_value(value)
+        state[name] = value if name in ("_parameters", "_buffers", "_modules") else _copied_value(value)
     return state
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import normswap
-from normswap import loading, modules
+from normswap import execution, loading, modules
 from normswap.errors import BackendError, CheckpointError, NothingToPatchError, OutputError, UsageError
 
 pytestmark = pytest.mark.core
@@ -219,8 +219,8 @@ def test_verify_takes_modules_and_leaves_them_alone() -> None:
 
 
 def test_nothing_is_saved_when_parity_fails(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = modules._OPERATIONS["rms"]
-    monkeypatch.setitem(modules._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
+    right = execution._OPERATIONS["rms"]
+    monkeypatch.setitem(execution._OPERATIONS, "rms", lambda *a, eps, **k: right(*a, eps=eps + 0.1, **k))
     with pytest.raises(normswap.ParityError, match="parity failed, so nothing was saved: exact: error") as caught:
         normswap.convert(llama, tmp_path / "out")
     assert caught.value.report is not None

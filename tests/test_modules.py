@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import normswap
-from normswap import modules
+from normswap import execution, modules
 from normswap.errors import BackendError, NothingToPatchError, ParityError, UsageError
 
 pytestmark = pytest.mark.core
@@ -289,12 +289,12 @@ def test_a_backend_that_cannot_run_here_is_an_error_and_changes_nothing(llama: L
 def test_a_wrong_kernel_is_caught_on_the_spot_and_nothing_is_changed(
     llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = modules._OPERATIONS["rms"]
+    right = execution._OPERATIONS["rms"]
 
     def wrong(*args: object, eps: float, **kwargs: object) -> torch.Tensor:
         return right(*args, eps=10 * eps, **kwargs)
 
-    monkeypatch.setitem(modules._OPERATIONS, "rms", wrong)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", wrong)
     with pytest.raises(ParityError, match=r"model\.layers\.0\.input_layernorm \(LlamaRMSNorm\).*nothing was changed"):
         normswap.patch(llama)
     assert not list(modules.fused_norms(llama))
@@ -348,23 +348,23 @@ def test_function_transforms_see_the_original(norm: nn.Module) -> None:
 
 @pytest.mark.parametrize("rows", [1, 300])
 def test_a_kernel_that_is_wrong_for_some_number_of_rows_is_caught(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    right = modules._OPERATIONS["layer"]
+    right = execution._OPERATIONS["layer"]
 
     def wrong(x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         return right(x, *args, **options) * (1.5 if x.numel() // x.shape[-1] == rows else 1.0)
 
-    monkeypatch.setitem(modules._OPERATIONS, "layer", wrong)
+    monkeypatch.setitem(execution._OPERATIONS, "layer", wrong)
     with pytest.raises(ParityError, match="within the unit bound"):
         normswap.patch(nn.Sequential(nn.LayerNorm(32)))
 
 
 def test_the_modules_own_parameters_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = modules._OPERATIONS["layer"]
+    right = execution._OPERATIONS["layer"]
 
     def wrong(x: torch.Tensor, weight: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         return right(x, weight.clamp(max=5000.0), *args, **options)
 
-    monkeypatch.setitem(modules._OPERATIONS, "layer", wrong)
+    monkeypatch.setitem(execution._OPERATIONS, "layer", wrong)
     norm = nn.LayerNorm(32)
     normswap.unpatch(normswap.patch(nn.Sequential(norm)))
     nn.init.constant_(norm.weight, 6000.0)

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 import normswap
-from normswap import modules
+from normswap import execution
 
 pytestmark = pytest.mark.core
 
@@ -88,8 +88,8 @@ def model_of(family: str, seed: int) -> PreTrainedModel:
 
 @pytest.fixture
 def summed_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(modules._OPERATIONS, "rms", another_order.rms_norm)
-    monkeypatch.setitem(modules._OPERATIONS, "layer", another_order.layer_norm)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", another_order.rms_norm)
+    monkeypatch.setitem(execution._OPERATIONS, "layer", another_order.layer_norm)
 
 
 @pytest.mark.usefixtures("summed_in_another_order")
@@ -115,7 +115,7 @@ def test_a_hundred_right_conversions_raise_no_false_alarm(family: str) -> None:
 
 
 Fault = Callable[..., torch.Tensor]
-RIGHT = modules._OPERATIONS["rms"]
+RIGHT = execution._OPERATIONS["rms"]
 
 
 def eps_ten_times_too_large(*args: object, eps: float, **options: object) -> torch.Tensor:
@@ -141,14 +141,14 @@ def gain_before_the_cast(*args: object, round_dtype: torch.dtype | None, **optio
 def test_a_wrong_kernel_is_caught_by_its_gate(
     family: str, fault: Fault, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(modules._OPERATIONS, "rms", fault)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", fault)
     report = normswap.verify(model_of(family, 0), dtype="bfloat16")
     assert report.verdict == "fail"
     assert gate in {failure.split(":")[0] for failure in report.failures}
 
 
 def test_the_cast_order_is_seen_by_the_gate_of_norms_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(modules._OPERATIONS, "rms", gain_before_the_cast)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", gain_before_the_cast)
     report = normswap.verify(tiny_llama(max_position_embeddings=256), dtype="bfloat16")
     assert {failure.split(":")[0] for failure in report.failures} == {"norms"}
     assert any("model.norm" in failure for failure in report.failures)
@@ -162,14 +162,14 @@ def test_two_percent_on_one_norm_are_caught_by_the_exact_gate(monkeypatch: pytes
         hit = torch.equal(weight.float(), gain.to(weight.dtype).float())
         return RIGHT(x, weight * 1.02 if hit else weight, *args, **options)
 
-    monkeypatch.setitem(modules._OPERATIONS, "rms", one_gain_off)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", one_gain_off)
     report = normswap.verify(model, dtype="bfloat16")
     assert any(failure.startswith("exact: error") for failure in report.failures)
     assert any("model.layers.1.input_layernorm" in failure for failure in report.failures)
 
 
 def faulty_model(fault: Fault, folder: Path, monkeypatch: pytest.MonkeyPatch) -> normswap.ParityReport:
-    monkeypatch.setitem(modules._OPERATIONS, "rms", fault)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", fault)
     return normswap.verify(folder, dtype="bfloat16")
 
 
@@ -187,7 +187,7 @@ def test_a_nan_never_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         y[..., -1] = torch.nan
         return y
 
-    monkeypatch.setitem(modules._OPERATIONS, "rms", spoilt)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", spoilt)
     assert normswap.verify(model_of("llama", 0), dtype="bfloat16").verdict == "fail"
 
 
@@ -221,15 +221,15 @@ def test_a_kernel_that_is_wrong_where_the_inputs_do_not_go_is_caught(
     def wrong(x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         return RIGHT(x, *args, **options) * (1.5 if x.numel() // x.shape[-1] == rows else 1.0)
 
-    monkeypatch.setitem(modules._OPERATIONS, "rms", wrong)
+    monkeypatch.setitem(execution._OPERATIONS, "rms", wrong)
     report = normswap.verify(model_of("llama", 0), dtype="bfloat16")
     assert report.failures
     assert all("on trial rows" in failure for failure in report.failures)
 
 
 def test_an_eps_too_small_to_matter_to_the_inputs_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = modules._OPERATIONS["layer"]
-    monkeypatch.setitem(modules._OPERATIONS, "layer", lambda *a, eps, **k: right(*a, eps=10 * eps, **k))
+    right = execution._OPERATIONS["layer"]
+    monkeypatch.setitem(execution._OPERATIONS, "layer", lambda *a, eps, **k: right(*a, eps=10 * eps, **k))
     report = normswap.verify(model_of("bert", 0), dtype="bfloat16")
     assert any("on trial rows" in failure for failure in report.failures)
 

@@ -1,0 +1,207 @@
+"""What a swapped norm runs: its spec and the dtypes at hand made into a call of a kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import normswap_kernels as kernels
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from normswap import distributed
+from normswap.errors import BackendError
+from normswap.signatures import parameter_names
+from normswap.spec import NormSpec, Rounding
+
+__all__ = ["Execution", "resolve_backend"]
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "rms": kernels.rms_norm,
+    "layer": kernels.layer_norm,
+    "gated": kernels.gated_rms_norm,
+}
+_SERVED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Execution:
+    """The fused computation in the place of one norm's forward.
+
+    Args:
+        spec: what the norm computes.
+        backend: one of ``normswap_kernels.BACKENDS``.
+        original: the norm's own class.
+
+    What goes to the original's own forward: dtypes that the spec does not cover, and float64, which no model is served
+    in; calls under ``torch.func`` and forward-mode differentiation; arguments other than the row and its gate.
+    """
+
+    def __init__(self, spec: NormSpec, backend: str, original: type[nn.Module]) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.original = original
+        names = parameter_names(original)
+        self._x_at = names.index(spec.input_name)
+        self._gate_at = names.index(spec.gate_name) if spec.gate_name else -1
+        gains = _SERVED if spec.gain_name else (None,)
+        pairs = [(x, gain) for x in _SERVED for gain in gains if spec.covers(x, gain)]
+        self._plain = {pair: _call(spec, spec.rounding(*pair), backend, gated=False) for pair in pairs}
+        self._gated = (
+            {pair: _call(spec, spec.rounding(*pair), backend, gated=True) for pair in pairs} if spec.gate else {}
+        )
+        if spec.gate and not spec.gate_optional:
+            self._plain = {}
+        self._autocast: dict[tuple[torch.dtype | None, ...], Callable[..., Tensor] | None] = {}
+        # A row along the last dimension and parameters as the kernels take them: the usual case, and the short way.
+        self._direct = spec.axis == "last" and spec.gain_position == "after" and spec.offset_dtype == "float32"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Execution, (self.spec, self.backend, self.original)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Execution:
+        return self
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute what the original's forward would return for these arguments."""
+        if len(args) == 1 and not kwargs and self._x_at == 0:
+            x, gate = args[0], None
+        else:
+            x, gate = self.bind(args, kwargs)
+        if x is None or _transformed():
+            return self.original.forward(module, *args, **kwargs)
+        spec = self.spec
+        gain = None if spec.gain_name is None else getattr(module, spec.gain_name)
+        bias = None if spec.bias_name is None else getattr(module, spec.bias_name)
+        calls = self._plain if gate is None else self._gated
+        call = calls.get((x.dtype, None if gain is None else gain.dtype))
+        if call is None:
+            return self.original.forward(module, *args, **kwargs)
+        if torch.is_autocast_enabled(x.device.type) and (call := self._under_autocast(module, x, gate, gain)) is None:
+            return self.original.forward(module, *args, **kwargs)
+        if distributed.involved(x, gate, gain, bias):
+            original = functools.partial(self.original.forward, module, *args, **kwargs)
+            if spec.axis != "last":
+                return original()
+            return distributed.run(functools.partial(self._prepared, call), x, gate, gain, bias, original)
+        if self._direct and gate is None:
+            return (
+                call(x, gain, bias) if gain is None or gain.numel() > 1 else self._prepared(call, x, gate, gain, bias)
+            )
+        return self._prepared(call, x, gate, gain, bias)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the row and the gate among a call's arguments; no row where there are others, or none."""
+        spec, left = self.spec, len(args) + len(kwargs)
+        found: list[Any] = []
+        for at, name in ((self._x_at, spec.input_name), (self._gate_at, spec.gate_name)):
+            value = None
+            if 0 <= at < len(args):
+                value, left = args[at], left - 1
+            elif name in kwargs:
+                value, left = kwargs[name], left - 1
+            found.append(value)
+        x, gate = found
+        fits = left == 0 and isinstance(x, Tensor) and (gate is None or isinstance(gate, Tensor))
+        if not fits or (gate is not None and gate.shape != x.shape):
+            return None, None
+        return x, gate
+
+    def _prepared(
+        self, call: Callable[..., Tensor], x: Tensor, gate: Tensor | None, gain: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """Bring the row and the parameters into the shape that kernels take, and the result back."""
+        spec, given = self.spec, x
+        x = spec.rows(x)
+        if gain is not None and spec.offset_dtype == "weight" and spec.gain == "1+w":
+            gain = gain + 1.0
+        if gain is not None and spec.gain_position == "before":
+            x = (x.float() * spec.row(gain).float().add(spec.offset * (spec.offset_dtype == "float32"))).to(x.dtype)
+            gain = None
+        gain, bias = self._row(gain, x), self._row(bias, x)
+        y = call(x, gain, bias) if gate is None else call(x, spec.rows(gate), gain)
+        if spec.axis == "last":
+            return y
+        y = y.movedim(-1, 1)
+        return y.contiguous() if spec.dense and given.is_contiguous() else y
+
+    def _row(self, parameter: Tensor | None, x: Tensor) -> Tensor | None:
+        if parameter is None:
+            return None
+        row = self.spec.row(parameter)
+        return row.expand(x.size(-1)) if row.numel() == 1 else row
+
+    def _under_autocast(
+        self, module: nn.Module, x: Tensor, gate: Tensor | None, gain: Tensor | None
+    ) -> Callable[..., Tensor] | None:
+        """Return the call whose result has the dtype that the original gives under autocast; None where none has.
+
+        Some operations of torch widen their result under autocast, and which of them a class calls is its own affair:
+        the original says so once, on one row.
+        """
+        dtypes = x.dtype, None if gain is None else gain.dtype
+        key = (torch.get_autocast_dtype(x.device.type), *dtypes, None if gate is None else gate.dtype)
+        if key in self._autocast:
+            return self._autocast[key]
+        if torch.compiler.is_compiling():
+            return None
+        few = {self.spec.input_name: _one_row(x, self.spec)}
+        if gate is not None and self.spec.gate_name:
+            few[self.spec.gate_name] = _one_row(gate, self.spec)
+        with torch.no_grad():
+            out = self.original.forward(module, **few).dtype
+        where = self.spec.rounding(*dtypes)
+        if out != where.out and where.middle is not None:
+            self._autocast[key] = None
+        else:
+            where = Rounding(where.middle, out, where.product)
+            self._autocast[key] = _call(self.spec, where, self.backend, gated=gate is not None)
+        return self._autocast[key]
+
+
+def _one_row(x: Tensor, spec: NormSpec) -> Tensor:
+    keep = (1,) if spec.axis == "channels" else range(x.dim() - (2 if spec.heads > 1 else 1), x.dim())
+    for dim in range(x.dim()):
+        if dim not in keep:
+            x = x.narrow(dim, 0, min(1, x.size(dim)))
+    return x
+
+
+def _call(spec: NormSpec, where: Rounding, backend: str, *, gated: bool) -> Callable[..., Tensor]:
+    """Return the operation with everything but its tensors filled in."""
+    options: dict[str, Any] = {"eps": spec.eps, "offset": spec.offset, "round_dtype": where.middle}
+    options |= {"out_dtype": where.out, "backend": backend}
+    if spec.offset_dtype == "weight" or spec.gain_position == "before":
+        options["offset"] = 0.0
+    if spec.groups > 1:
+        options["groups"] = spec.groups
+    if gated:
+        options |= {"gate_position": spec.gate_position, "activation": spec.gate, "product_dtype": where.product}
+        return functools.partial(_OPERATIONS["gated"], **options)
+    if spec.eps_position != "inside":
+        options["eps_position"] = spec.eps_position
+    if spec.partial is not None:
+        options["partial"] = spec.partial
+    if spec.reduction != "mean":
+        options["reduction"] = spec.reduction
+    return functools.partial(_OPERATIONS[spec.kind], **options)
+
+
+def _transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode differentiation is at work, which the fused operations know nothing of."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def resolve_backend(backend: str, device: torch.device | str) -> str:
+    """Return the backend that would run for tensors of a device.
+
+    Raises:
+        BackendError: an unknown name, or one that cannot run here; with the reason and what to do.
+    """
+    try:
+        return kernels.check_backend(backend, device)
+    except (ValueError, RuntimeError) as error:
+        raise BackendError(str(error)) from None
