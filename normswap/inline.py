@@ -82,9 +82,10 @@ def find_code_norms(model: nn.Module, norms: Container[type[nn.Module]]) -> tupl
         if cls in norms or _is_library(cls.__module__):
             continue
         own = tuple((key, value) for key, value in vars(module).items() if isinstance(value, FunctionType))
-        if (cls, own) not in of_class:
-            of_class[cls, own] = _of_class(cls, own)
-        for found in of_class[cls, own]:
+        key = (cls, own, not module._modules)
+        if key not in of_class:
+            of_class[key] = _of_class(*key)
+        for found in of_class[key]:
             counts[name_pattern(name), cls.__name__, found] += 1
     return tuple(
         CodeNorm(name, cls, function, kind, reason, count)
@@ -92,9 +93,10 @@ def find_code_norms(model: nn.Module, norms: Container[type[nn.Module]]) -> tupl
     )
 
 
-def _of_class(cls: type[nn.Module], own: tuple[tuple[str, FunctionType], ...]) -> list[_Found]:
+def _of_class(cls: type[nn.Module], own: tuple[tuple[str, FunctionType], ...], is_leaf: bool) -> list[_Found]:
     """Return (function, kind, reason) for each norm in the code of a class and in its instance's functions."""
     found: dict[tuple[str, Kind], str] = {}
+    lead = "in a module that cannot be called as a norm" if is_leaf else "not a module"
     for method, function in (*_methods(cls), *own):
         place = f"{cls.__name__}.{method}"
         for home, formula in _reached(function, _DEPTH):
@@ -104,7 +106,7 @@ def _of_class(cls: type[nn.Module], own: tuple[tuple[str, FunctionType], ...]) -
                 what = f"{formula.call}() in {where}" + ("" if inside else f"(), which {place} calls")
             else:
                 what = f"inline code of {place}" if inside else f"{where}() in {place}"
-            found.setdefault((where, formula.kind), f"not a module: {what}")
+            found.setdefault((where, formula.kind), f"{lead}: {what}")
     return [(where, kind, reason) for (where, kind), reason in found.items()]
 
 

@@ -197,8 +197,12 @@ NOT_FOUND = [
 ]
 
 
-def model_with(method: FunctionType, base: type = nn.Module) -> nn.Module:
-    mixer = type("Mixer", (base,), {"method": method})
+def model_with(method: FunctionType) -> nn.Module:
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.proj = nn.Identity()
+
+    mixer = type("Mixer", (nn.Module,), {"__init__": __init__, "method": method})
     return nn.ModuleDict({"layers": nn.ModuleList([mixer(), mixer()])})
 
 
@@ -233,6 +237,7 @@ def test_bases_static_methods_and_functions_on_the_instance_are_read() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.run = rule
+            self.proj = nn.Identity()
 
         def hidden(self, x):
             return x
@@ -295,6 +300,15 @@ def test_a_norm_that_is_a_module_is_no_code() -> None:
 
     plan = make_plan(nn.Sequential(Scale()))
     assert len(plan.decisions) == 1 and plan.functions == ()
+
+
+def test_a_module_that_normalises_and_returns_something_else_is_told() -> None:
+    class Pair(nn.Module):
+        def forward(self, x):
+            return rms_forward(x), x
+
+    (found,) = make_plan(nn.Sequential(Pair())).functions
+    assert found.reason == "in a module that cannot be called as a norm: rms_forward() in Pair.forward"
 
 
 def test_a_model_with_nothing_but_code_says_so() -> None:

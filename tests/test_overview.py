@@ -178,6 +178,8 @@ def omni_thinker() -> nn.Module:
     config = transformers.Qwen3OmniMoeThinkerConfig()
     text = config.text_config
     text.num_hidden_layers, text.num_experts, text.head_dim, text.hidden_size = 94, 128, 128, 4096
+    if transformers.__version__ < "5":
+        text.rope_scaling = {"rope_type": "default", "mrope_section": [24, 20, 20]}
     with torch.device("meta"):
         return transformers.Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config)
 
