@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from normswap import distributed
 from normswap.errors import BackendError
+from normswap.replica import bare
 from normswap.signatures import parameter_names
 from normswap.spec import NormSpec, Rounding
 
@@ -55,6 +56,7 @@ class Execution:
             self._plain = {}
         self._autocast: dict[tuple[torch.dtype | None, ...], Callable[..., Tensor] | None] = {}
         # A row along the last dimension and parameters as the kernels take them: the usual case, and the short way.
+        self._parameter_dim = 2 if spec.heads > 1 else 1
         self._direct = spec.axis == "last" and spec.gain_position == "after" and spec.offset_dtype == "float32"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,15 +83,34 @@ class Execution:
         if torch.is_autocast_enabled(x.device.type) and (call := self._under_autocast(module, x, gate, gain)) is None:
             return self.original.forward(module, *args, **kwargs)
         if distributed.involved(x, gate, gain, bias):
-            original = functools.partial(self.original.forward, module, *args, **kwargs)
-            if spec.axis != "last":
-                return original()
-            return distributed.run(functools.partial(self._prepared, call), x, gate, gain, bias, original)
-        if self._direct and gate is None:
-            return (
-                call(x, gain, bias) if gain is None or gain.numel() > 1 else self._prepared(call, x, gate, gain, bias)
-            )
-        return self._prepared(call, x, gate, gain, bias)
+            y = self._on_dtensors(module, call, (x, gate, gain, bias), args, kwargs)
+        elif self._direct and gate is None and self._are_rows(gain, bias):
+            y = call(x, gain, bias)
+        else:
+            y = self._prepared(call, x, gate, gain, bias)
+        for name in spec.then:
+            y = getattr(module, name)(y)
+        return y
+
+    def _are_rows(self, *parameters: Tensor | None) -> bool:
+        return all(p is None or (p.dim() == self._parameter_dim and p.size(-1) > 1) for p in parameters)
+
+    def _on_dtensors(
+        self,
+        module: nn.Module,
+        call: Callable[..., Tensor],
+        tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        def original() -> Tensor:
+            with bare(module, self.spec.then):
+                y: Tensor = self.original.forward(module, *args, **kwargs)
+            return y
+
+        if self.spec.axis != "last":
+            return original()
+        return distributed.run(functools.partial(self._prepared, call), *tensors, original)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
         """Return the row and the gate among a call's arguments; no row where there are others, or none."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from normswap.loading import Source
 from normswap.parity import Criterion, NormUnderTest, ParityReport, measure
 from normswap.patching import apply_plan, patch, unpatch
 from normswap.plan import Plan
+from normswap.replica import bare
 from normswap.spec import NormSpec
 
 __all__ = ["Serving", "measure_modules", "measure_sources", "named_dtype"]
@@ -114,11 +116,15 @@ def _norms_under_test(model: nn.Module) -> list[NormUnderTest]:
 
 
 def _under_test(name: str, module: nn.Module, spec: NormSpec) -> NormUnderTest:
+    def original(*args: Any, **kwargs: Any) -> Any:
+        with bare(module, spec.then):
+            return modules.original_forward(module, *args, **kwargs)
+
     return NormUnderTest(
         name=name,
         spec=spec,
         module=module,
-        original=lambda *args, **kwargs: modules.original_forward(module, *args, **kwargs),
+        original=original,
         bind=modules.execution_of(module).bind,
         gain=lambda: getattr(module, spec.gain_name) if spec.gain_name else None,
         bias=lambda: getattr(module, spec.bias_name) if spec.bias_name else None,

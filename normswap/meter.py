@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from normswap.replica import bare
 from normswap.spec import NormSpec
 from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
 
@@ -48,6 +49,11 @@ class NormUnderTest:
     gain: Callable[[], torch.Tensor | None]
     bias: Callable[[], torch.Tensor | None]
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[torch.Tensor | None, torch.Tensor | None]] = _row_alone
+
+    def swapped(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the fused norm, without what its module applies to the result."""
+        with bare(self.module, self.spec.then):
+            return self.module.forward(*args, **kwargs)
 
 
 @dataclass
@@ -283,6 +289,9 @@ def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., N
         try:
             with torch.no_grad():
                 expected = norm.original(*args, **kwargs)
+                if norm.spec.then:
+                    # What follows the norm is the same in both: held to the unit bound is the norm alone.
+                    output = norm.swapped(*args, **kwargs)
                 if not isinstance(expected, torch.Tensor) or expected.shape != output.shape:
                     meter.problems.append(f"returned {tuple(output.shape)} where the original returns another shape")
                     return

@@ -234,7 +234,7 @@ class _Session:
                 arguments = {name: tensor.to(self.device, dtype) for name, tensor in trial.items()}
                 x, gate = arguments[norm.spec.input_name], arguments.get(norm.spec.gate_name or "")
                 with torch.no_grad():
-                    expected, got = norm.original(**arguments), norm.module(**arguments)
+                    expected, got = norm.original(**arguments), norm.swapped(**arguments)
                     meter.add(x, norm.gain(), norm.bias(), expected, got, gate)
             failures += judge_norm(f"{norm.name} on trial rows", meter, self.criterion)[1]
         return failures

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from normswap.proof import prove, prove_extremes, prove_gradients, prove_invariance
+from normswap.proof import prove, prove_extremes, prove_followers, prove_gradients, prove_invariance
 from normswap.regression import find_formula
-from normswap.replica import Replica, Unfit, original_class
+from normswap.replica import Replica, Unfit, followers, original_class
 from normswap.roundings import DTYPE_PAIRS, find_rounding
 from normswap.spec import NormSpec
 from normswap.wrapping import has_own_forward, plain_state
@@ -70,7 +70,9 @@ def settings_key(module: nn.Module) -> Hashable:
         name: None if tensor is None else tuple(tensor.shape)
         for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items())
     }
-    return original_class(module), repr(sorted(plain.items())), repr(sorted(tensors.items())), has_own_forward(module)
+    after = {name: repr(child) for name, child in followers(module).items()}
+    settings = (repr(sorted(of.items())) for of in (plain, tensors, after))
+    return original_class(module), *settings, has_own_forward(module)
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -85,11 +87,18 @@ def _is_candidate(module: nn.Module) -> bool:
         return False
     if isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)):
         return False
-    if plain_state(module)["_modules"]:
+    if plain_state(module)["_modules"] and not _may_end_in_others(module):
         if _CONTAINER_NORM.search(cls.__name__) and _is_small(module):
             raise Unfit(f"it is made of other modules ({', '.join(sorted(module._modules)[:4])})")
         return False
     return True
+
+
+def _may_end_in_others(module: nn.Module) -> bool:
+    """Whether it could be a norm of its own and a dropout or an activation after it."""
+    return bool(module._parameters or _NAMED_LIKE_A_NORM.search(original_class(module).__name__)) and bool(
+        followers(module)
+    )
 
 
 def _is_small(module: nn.Module) -> bool:
@@ -109,7 +118,7 @@ def _find(replica: Replica) -> NormSpec:
     prove_invariance(replica, spec)
     prove_extremes(replica, spec)
     prove_gradients(replica, spec)
-    return spec
+    return prove_followers(replica, spec)
 
 
 @contextmanager

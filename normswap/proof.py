@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from normswap.meter import NormMeter
 from normswap.replica import Replica, Unfit
@@ -20,6 +22,7 @@ __all__ = [
     "gates",
     "prove",
     "prove_extremes",
+    "prove_followers",
     "prove_gradients",
     "prove_invariance",
     "relative",
@@ -154,6 +157,34 @@ def prove_gradients(replica: Replica, spec: NormSpec) -> None:
         for one, other in zip(got, wanted, strict=True):
             if one is None or relative(one, other) > 1e-3:
                 raise Unfit("its gradients are not those of its formula", is_norm=True)
+
+
+def prove_followers(replica: Replica, spec: NormSpec) -> NormSpec:
+    """Find in which order its children follow the norm, and prove it: in training mode too, with the same seed.
+
+    Raises:
+        Unfit: no order gives what it computes.
+    """
+    active = [name for name, child in replica.children.items() if not isinstance(child, nn.Identity)]
+    if not active:
+        return spec
+    replica.randomise(torch.float32)
+    x = replica.arrange(rows(replica, 24))
+    for order in itertools.permutations(active):
+        if all(_is_followed(replica, x, order, training) for training in (False, True)):
+            return replace(spec, then=order)
+    raise Unfit(f"its norm does not simply stand before its other modules ({', '.join(active)})", is_norm=True)
+
+
+def _is_followed(replica: Replica, x: torch.Tensor, order: Iterable[str], training: bool) -> bool:
+    for child in replica.children.values():
+        child.train(training)
+    torch.manual_seed(1)
+    y = replica.run(x, None if replica.gate_name is None else x, training=training, arranged=True)
+    for name in order:
+        y = replica.children[name](y)
+    torch.manual_seed(1)
+    return torch.equal(y, replica.run_whole(x, training=training))
 
 
 def evaluate(replica: Replica, spec: NormSpec, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:

@@ -59,7 +59,11 @@ def find_formula(replica: Replica) -> NormSpec:
 
 def _first_fit(replica: Replica) -> NormSpec:
     required = required_names(replica.cls)
-    orders = [required, required[::-1]] if len(required) == 2 else [[*required, *replica.names][:1]]
+    orders = [required, required[::-1]]
+    if len(required) < 2:
+        row = [*required, *replica.names][0]
+        # A gate may be required in fact, though it has a default.
+        orders = [[row], *([row, name] for name in replica.names[:3] if name != row)]
     arrangements: list[Arrangement] = ["rows", "flat", "image", "sequence"] if len(replica.shape) == 1 else ["rows"]
     first: Unfit | None = None
     for order, arrangement in itertools.product(orders, arrangements):
@@ -67,11 +71,9 @@ def _first_fit(replica: Replica) -> NormSpec:
         replica.arrangement = arrangement
         try:
             return _fit(replica)
-        except _NoNorm as unfit:
-            if len(orders) == 1:
-                raise Unfit(str(unfit)) from None
-            first = first or unfit
         except Unfit as unfit:
+            if isinstance(unfit, _NoNorm) and len(order) == 1:
+                raise Unfit(str(unfit)) from None
             if first is None or (unfit.is_norm and not first.is_norm):
                 first = unfit
     assert first is not None

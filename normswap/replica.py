@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,11 @@ from normswap.distributed import held
 from normswap.signatures import parameter_names, required_names
 from normswap.wrapping import has_own_forward, original_class, plain_state
 
-__all__ = ["Arrangement", "Replica", "Unfit", "original_class"]
+__all__ = ["Arrangement", "Replica", "Unfit", "bare", "followers", "original_class"]
 
 # Length of a row for a norm that has no parameters to say it: with many divisors, for grouped ones.
 _ANY_WIDTH = 96
+_MOST_CHILDREN = 3
 
 Arrangement = Literal["rows", "flat", "image", "sequence"]
 """How rows lie in what a module takes: ``(..., width)``, ``(N, width)``, ``(N, width, H, W)`` or ``(N, width, L)``."""
@@ -42,12 +44,13 @@ class Replica:
         module: the copy.
         cls: its class, the original one.
         shape: of one row: ``(width,)``, or ``(heads, width)`` beside a gain of that shape.
-        sized: whether a parameter says so; a norm without takes rows of any length.
+        sized: whether a parameter or a setting says so; a norm without takes rows of any length.
         tensors: name to tensor, parameters and buffers alike; the copy reads these very tensors.
         arrangement: how `run` hands rows over.
         names: what its forward calls its arguments.
         input_name: the argument that takes the row.
         gate_name: the argument that takes a gate; None where none is given to it.
+        children: copies of its child modules (see `followers`), each of which is an identity in the copy.
 
     Raises:
         Unfit: the module's tensors cannot be those of a norm.
@@ -59,7 +62,10 @@ class Replica:
         if has_own_forward(module):
             raise Unfit("its forward was replaced on the instance")
         self.module = self.cls.__new__(self.cls)
-        vars(self.module).update(_copied_state(module))
+        state = _copied_state(module)
+        self.children = {name: copy.deepcopy(child) for name, child in followers(module).items()}
+        vars(self.module).update(state)
+        self.module._modules.update({name: nn.Identity() for name in self.children})
         self.tensors: dict[str, torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.arrangement: Arrangement = "rows"
@@ -67,7 +73,8 @@ class Replica:
         self.input_name = self.names[0] if self.names else "x"
         self.gate_name: str | None = None
         self.shape = self._find_shape(self.module)
-        self.sized = any(math.prod(size) > 1 for size in self._shapes.values())
+        stated = bool(getattr(self.module, "normalized_shape", None))
+        self.sized = stated or any(math.prod(size) > 1 for size in self._shapes.values())
 
     @property
     def width(self) -> int:
@@ -209,6 +216,40 @@ class Replica:
         if arranged or self.arrangement == "rows":
             return y
         return (y if self.arrangement == "flat" else y.flatten(2).movedim(1, -1)).reshape(x.shape)
+
+    def run_whole(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+        """Run the copy once with its children as they are, on rows as it takes them; for the arguments see `run`."""
+        neutral = dict(self.module._modules)
+        self.module._modules.update(self.children)
+        try:
+            return self.run(x, None if self.gate_name is None else x, training=training, arranged=True)
+        finally:
+            self.module._modules.update(neutral)
+
+
+def followers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module that could follow a norm of its own: few, without parameters or children.
+
+    Empty where it has others too, or where one of them is a norm.
+    """
+    children = {name: child for name, child in plain_state(module)["_modules"].items() if child is not None}
+    norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+    for child in children.values():
+        bare = not (child._parameters or child._buffers or child._modules)
+        if not bare or isinstance(child, norms) or len(children) > _MOST_CHILDREN:
+            return {}
+    return children
+
+
+@contextmanager
+def bare(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Put identities in the place of children of these names, inside the ``with`` block."""
+    kept = {name: module._modules[name] for name in names}
+    module._modules.update({name: nn.Identity() for name in kept})
+    try:
+        yield
+    finally:
+        module._modules.update(kept)
 
 
 def _plain(value: object) -> bool:

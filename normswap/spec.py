@@ -77,6 +77,8 @@ class NormSpec:
         axis: ``"last"``, or ``"channels"``: the rows lie along dimension 1, as in ``(N, C, H, W)``.
         rank: number of dimensions of its input, where it takes no other; else None.
         dense: whether the result of a contiguous input over channels is contiguous; else it is a permuted view.
+        then: child modules that it applies to the result in turn (dropout, an activation); they go on running as they
+            are.
         own_code: dtypes of the input (``"bfloat16"``), or pairs of input and gain (``"bfloat16+float32"``), in which
             its results are those of no known order of roundings, so that the original's own code runs for them.
     """
@@ -106,6 +108,7 @@ class NormSpec:
     axis: Literal["last", "channels"] = "last"
     rank: int | None = None
     dense: bool = True
+    then: tuple[str, ...] = ()
     own_code: tuple[str, ...] = ()
 
     @property
@@ -232,7 +235,7 @@ class NormSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain data, as it stands in JSON and in the manifest."""
-        return {**asdict(self), "own_code": list(self.own_code)}
+        return {**asdict(self), "own_code": list(self.own_code), "then": list(self.then)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> NormSpec:
@@ -240,7 +243,8 @@ class NormSpec:
         known = {field.name for field in fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(f"expected spec keys among {sorted(known)}, got also {sorted(unknown)}")
-        return cls(**{**data, "own_code": tuple(data.get("own_code", ()))})
+        lists = {name: tuple(data.get(name, ())) for name in ("own_code", "then")}
+        return cls(**{**data, **lists})
 
 
 def dtype_name(dtype: torch.dtype) -> str:

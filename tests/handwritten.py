@@ -386,3 +386,41 @@ class ManyArgumentsNorm(_Base):
 
     def forward(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return self.normed(x) * (1 + scale) + shift
+
+
+class _Shift(nn.Module):
+    """Adds a tenth."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1
+
+
+class ActingNorm(_Base):
+    """A norm, a dropout and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(self.normed(x)))
+
+
+class ActingFirstNorm(_Base):
+    """An activation before the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = _Shift()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(self.act(x))
+
+
+class HiddenGateNorm(_Base):
+    """Its gate has a default that does not work."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float() * gate.float().sigmoid()).to(x.dtype)
