@@ -1,0 +1,13 @@
+"""Run every case on every rank: starting two processes costs more than all that they do."""
+
+from __future__ import annotations
+
+import fsdp_cases
+import tensor_cases
+import transformers_cases
+from rank_cases import main
+
+CASES = {**fsdp_cases.CASES, **tensor_cases.CASES, **transformers_cases.CASES}
+
+if __name__ == "__main__":
+    main(CASES)
