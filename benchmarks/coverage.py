@@ -39,12 +39,13 @@ from coverage_tables import page, put_between_markers, screen, summary
 from coverage_zoo import load_zoo, names
 
 ROOT = Path(__file__).resolve().parent.parent
+ZOO = ROOT.parent / "shared" / "zoo"
 
 
 def main() -> None:
     """Parse, walk, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--zoo", type=Path, default=ROOT.parent / "shared" / "zoo", help="folder that holds tiny.py")
+    parser.add_argument("--zoo", type=Path, default=ZOO, help=f"folder that holds tiny.py (default: {ZOO})")
     parser.add_argument("--jobs", type=count, default=1, help="processes at a time")
     parser.add_argument("--type", nargs="+", help="only these model types and variants")
     parser.add_argument("--json", type=Path, help="file for everything that was measured")
@@ -54,6 +55,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.serve:
         serve(options.zoo)
+        return
+    if options.zoo == ZOO and not ZOO.is_dir() and not options.check and not options.write:
+        print(f"not measured: the zoo of tiny models is not at {ZOO}; name it with --zoo")
         return
     try:
         known = names(load_zoo(options.zoo))

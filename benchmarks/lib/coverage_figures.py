@@ -42,7 +42,7 @@ class Refused:
 
     Attributes:
         cls: the class.
-        reason: as the plan gives it.
+        reason: as the plan gives it; empty for what behaves like a norm and is in no plan.
         kind: why it is no norm of rows; empty for one that is.
         count: instances.
         types: where they are.
@@ -124,7 +124,7 @@ def summarise(records: Iterable[dict[str, Any]], *, liger: bool) -> Figures:
     """
     records = sorted(records, key=lambda record: record["type"])
     figures = Figures(known=len(records), liger=(0, 0, {}) if liger else None)
-    refused: dict[tuple[str, str], Refused] = {}
+    refused: dict[tuple[str, str, str], Refused] = {}
     for record in records:
         name = record["type"]
         if "error" in record:
@@ -140,18 +140,26 @@ def summarise(records: Iterable[dict[str, Any]], *, liger: bool) -> Figures:
         for norm in record["norms"]:
             if norm["action"] == "swap":
                 _add_swapped(figures, norm)
-                continue
-            entry = refused.setdefault(
-                (norm["class"], norm["reason"]), Refused(norm["class"], norm["reason"], not_row_wise(norm))
-            )
-            entry.count += norm["count"]
-            entry.types.add(name)
-        for cls, count in record["others"].items():
-            figures.others[cls] = figures.others.get(cls, 0) + count
+            else:
+                entry = Refused(norm["class"], norm["reason"], not_row_wise(norm), norm["count"])
+                _add_refused(refused, name, entry)
+        for other in record["others"]:
+            cls, count = other["class"], other["count"]
+            if other["behaves"]:
+                figures.norms += count
+                _add_refused(refused, name, Refused(cls, "", "", count))
+            else:
+                figures.others[cls] = figures.others.get(cls, 0) + count
         _add_peers(figures, record, rows)
         _add_parity(figures, name, record["parity"])
     figures.refused = sorted(refused.values(), key=lambda entry: (-entry.count, entry.cls))
     return figures
+
+
+def _add_refused(refused: dict[tuple[str, str, str], Refused], name: str, entry: Refused) -> None:
+    held = refused.setdefault((entry.cls, entry.reason, entry.kind), Refused(entry.cls, entry.reason, entry.kind))
+    held.count += entry.count
+    held.types.add(name)
 
 
 def _add_swapped(figures: Figures, norm: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coverage_parity import measure_parity
+from coverage_parity import measure_parity, scale_invariant
 from coverage_peers import hub_layer, liger_reaches
 from coverage_units import measure_units
 from coverage_zoo import build, load_zoo
@@ -48,8 +48,8 @@ class Walk:
 
         Returns:
             Plain data: ``type``; ``error`` where the model is not built, or ``crash`` where normswap failed; else
-            ``model``, ``norms`` (classes of norms with their count), ``others`` (classes that are norms by name only),
-            ``parity`` and ``liger``.
+            ``model``, ``norms`` (classes of norms with their count), ``others`` (classes in no plan that are norms by
+            name, or behave like one), ``parity`` and ``liger``.
         """
         try:
             model = build(self.tiny, name)
@@ -61,12 +61,9 @@ class Walk:
                 warnings.simplefilter("ignore")
                 plan = make_plan(model)
             replaced, failure = liger_reaches(model, [d.name for d in plan.decisions])
-            return found | {
-                "norms": self._norms(model, plan, set(replaced)),
-                "others": _others(model, plan),
-                "parity": self._parity(model, plan),
-                "liger": failure,
-            }
+            found |= {"norms": self._norms(model, plan, set(replaced)), "liger": failure}
+            inputs = self._inputs(model)
+            return found | {"others": _others(model, plan, inputs), "parity": _parity(model, plan, inputs)}
         except Exception:
             return found | {"crash": traceback.format_exc(limit=-4)}
 
@@ -101,30 +98,38 @@ class Walk:
             self._units[decision.key] = {k: asdict(v) for k, v in measure_units(module, decision.spec).items()}
         return self._units[decision.key]
 
-    def _parity(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
-        if not plan.swaps:
-            return {"not_run": "no norm is swapped"}
+    def _inputs(self, model: nn.Module) -> dict[str, Any] | str:
+        """Return inputs that the model runs on, or why there are none."""
         try:
-            inputs = self.tiny.tiny_inputs(model)
+            return self.tiny.tiny_inputs(model)
         except Exception as error:
-            return {"not_run": f"no inputs: {_words(error)}"}
-        parity = measure_parity(model, plan, inputs)
-        return {**asdict(parity), "passed": parity.passed}
+            return f"no inputs: {_words(error)}"
+
+
+def _parity(model: nn.Module, plan: Plan, inputs: dict[str, Any] | str) -> dict[str, Any]:
+    if not plan.swaps:
+        return {"not_run": "no norm is swapped"}
+    if isinstance(inputs, str):
+        return {"not_run": inputs}
+    parity = measure_parity(model, plan, inputs)
+    return {**asdict(parity), "passed": parity.passed}
 
 
 def _words(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def _others(model: nn.Module, plan: Plan) -> dict[str, int]:
+def _others(model: nn.Module, plan: Plan, inputs: dict[str, Any] | str) -> list[dict[str, Any]]:
+    """List the classes in no plan that are named like a norm, or behave like one."""
+    behaving = {type(module) for module in ([] if isinstance(inputs, str) else scale_invariant(model, plan, inputs))}
     decided = {decision.name for decision in plan.decisions}
-    counts: dict[str, int] = {}
+    rows: dict[type, dict[str, Any]] = {}
     for name, module in model.named_modules():
         cls = type(module)
-        if name not in decided and _NAMED_LIKE_A_NORM.search(cls.__name__):
-            key = f"{cls.__module__}.{cls.__qualname__}"
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+        if name not in decided and (cls in behaving or _NAMED_LIKE_A_NORM.search(cls.__name__)):
+            usual = {"class": f"{cls.__module__}.{cls.__qualname__}", "count": 0, "behaves": cls in behaving}
+            rows.setdefault(cls, usual)["count"] += 1
+    return list(rows.values())
 
 
 def serve(zoo: Path) -> None:

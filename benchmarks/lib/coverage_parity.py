@@ -15,7 +15,7 @@ from normswap import modules, unpatch
 from normswap.patching import apply_plan
 from normswap.plan import Plan
 
-__all__ = ["BOUND", "Parity", "compare", "floats", "measure_parity"]
+__all__ = ["BOUND", "Parity", "compare", "floats", "measure_parity", "scale_invariant"]
 
 BOUND = 1e-5
 """Greatest relative distance of an output, as of the exact gate."""
@@ -75,6 +75,51 @@ def measure_parity(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> P
     if not (error <= BOUND and same):
         repeated, _, _ = compare(_run(model, inputs), expected)
     return Parity(error, where, len(expected), same, len(reached), len(set(called)), repeated)
+
+
+@torch.no_grad()
+def scale_invariant(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> list[nn.Module]:
+    """Find what is in no plan and behaves like a norm, whatever it is called: four times its input changes nothing.
+
+    Args:
+        model: it is run once.
+        plan: of this model.
+        inputs: keyword arguments of its forward.
+
+    Returns:
+        The innermost modules that were called with one tensor, hold no norm of the plan, and do not change with its
+        scale.
+    """
+    names = [decision.name for decision in plan.decisions]
+    seen: dict[nn.Module, Tensor] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        x = args[0] if len(args) == 1 else None
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and x.is_floating_point() and x.shape == output.shape:
+            seen.setdefault(module, x.clone())
+
+    hooks = [
+        module.register_forward_hook(look)
+        for name, module in model.named_modules()
+        if name and not any(f"{decided}.".startswith(f"{name}.") for decided in names)
+    ]
+    try:
+        _run(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = [module for module, x in seen.items() if _keeps(module, x)]
+    return [module for module in found if not any(other in found for other in module.modules() if other is not module)]
+
+
+def _keeps(module: nn.Module, x: Tensor) -> bool:
+    try:
+        y, other = module(x), module(4 * x)
+    except Exception:
+        return False
+    changes = float((other - y).norm()) if y.is_floating_point() else 0.0
+    # What gives one number whatever comes is no norm.
+    return float(y.std()) > 0 and changes <= 1e-3 * float(y.norm()) and float((module(x.flip(-1)) - y).norm()) > 0
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["walk"]
 
-_PATIENCE_S = 300
+PATIENCE_S = 300
 
 
 class _Worker:
@@ -36,7 +36,7 @@ class _Worker:
         try:
             stdin.write(f"{name}\n".encode())
             stdin.flush()
-            ready, _, _ = select.select([stdout], [], [], _PATIENCE_S)
+            ready, _, _ = select.select([stdout], [], [], PATIENCE_S)
             if ready and (line := stdout.readline()):
                 return json.loads(line)
         except BrokenPipeError:
@@ -86,7 +86,7 @@ def walk(
             answer = worker.ask(name)
             if answer is None:
                 worker = None
-                answer = {"type": name, "crash": f"the process died, or was silent for {_PATIENCE_S} s"}
+                answer = {"type": name, "crash": f"the process died, or was silent for {PATIENCE_S} s"}
             done.put(answer)
         if worker is not None:
             worker.close()

@@ -15,6 +15,7 @@ from coverage_units import DTYPES
 __all__ = ["BEGIN", "END", "page", "put_between_markers", "screen", "summary"]
 
 BEGIN, END = "<!-- coverage -->", "<!-- /coverage -->"
+NO_PLAN = "in no plan, though its result does not change with the scale of its input"
 COMMAND = "python benchmarks/coverage.py --jobs 2 --write"
 
 
@@ -93,7 +94,7 @@ def summary(figures: Figures) -> str:
 def _refusals(entries: Iterable[Refused]) -> list[str]:
     return _table(
         ("class", "instances", "model types", "reason"),
-        ((f"`{_short(entry.cls)}`", entry.count, _names(entry.types), entry.reason) for entry in entries),
+        ((f"`{_short(entry.cls)}`", entry.count, _names(entry.types), entry.reason or NO_PLAN) for entry in entries),
     )
 
 
@@ -193,7 +194,10 @@ def screen(figures: Figures) -> list[str]:
         ("refused, norms of rows", [entry for entry in figures.refused if not entry.kind]),
         ("refused, no norms of rows", [entry for entry in figures.refused if entry.kind]),
     ):
-        lines += [f"{title}:", *(f"{e.count:7} {_short(e.cls)} ({_names(e.types)}): {e.reason}" for e in entries)]
+        lines += [
+            f"{title}:",
+            *(f"{e.count:7} {_short(e.cls)} ({_names(e.types)}): {e.reason or NO_PLAN}" for e in entries),
+        ]
     lines += ["out of the unit bound:"]
     lines += [f"{count:7} {_short(cls)}: {words}" for cls, (count, words) in figures.outside.items()]
     lines += ["whole models that differ:"]
