@@ -110,9 +110,9 @@ def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None
         with _written(done.report, json_file):
             if done.report is not None:
                 _show(done.report)
-            swapped, found = len(done.plan.swaps), len(done.plan.decisions)
+            swapped, found = len(done.plan.swaps), sum(decision.of_rows for decision in done.plan.decisions)
             _say(f"{swapped} of {found} norms swapped; saved to {done.out}")
-            for row in done.plan.rows():
+            for row in done.plan.rows(by_width=False):
                 if row["action"] == "refuse":
                     _say(f"  left alone: {row['count']} x {row['pattern']} ({row['class']}): {row['reason']}")
             if done.report is None:

@@ -25,7 +25,7 @@ def render_plan(plan: Plan) -> str:
 
     Layers and experts are collapsed to patterns. What would be swapped stands under what it computes, in the parts
     of the model that have layers of their own (encoder, decoder, vision, audio); what is refused under its reason;
-    what normalises something else than rows, and norms that are code and not modules, at the end.
+    what is no norm of rows itself (BatchNorm, a module around norms), and norms that are code, at the end.
 
     Args:
         plan: the decisions for a model.
@@ -129,7 +129,7 @@ def _totals(plan: Plan) -> list[str]:
     parts += [f"{refused:,} to refuse"] if refused else []
     lines = [f"{_norms(total)}: {', '.join(parts)}" if total else "no norm found"]
     if others:
-        lines.append(f"{others:,} {'module' if others == 1 else 'modules'} that normalise something else than rows")
+        lines.append(f"{others:,} {'module' if others == 1 else 'modules'} besides that are no norms of rows")
     if plan.functions:
         places = sum(found.count for found in plan.functions)
         lines.append(f"{places:,} {'place' if places == 1 else 'places'} where norms are code, not modules")
@@ -150,7 +150,7 @@ def spec_words(spec: Mapping[str, Any], widths: Sequence[int] = ()) -> str:
         width += f", {spec['heads']} heads with gains of their own"
     parts = ["LayerNorm" if layer else "L2" if summed else "RMS", width]
     if spec.get("axis") == "channels":
-        parts.append("over the channels of an image")
+        parts.append("over channels")
     if spec.get("groups", 1) > 1:
         parts.append(f"{spec['groups']} groups a row")
     if spec.get("partial"):
@@ -168,6 +168,8 @@ def spec_words(spec: Mapping[str, Any], widths: Sequence[int] = ()) -> str:
         names = {"silu": "SiLU", "sigmoid": "sigmoid"}
         where = f" {spec['gate_position']} the norm" if spec.get("gate_position") else ""
         parts.append(f"{names.get(spec['gate'], spec['gate'])} gate{where}")
+    if spec.get("then"):
+        parts.append(f"then {', '.join(spec['then'])}")
     if spec.get("own_code"):
         parts.append(f"its own code for {' and '.join(spec['own_code'])}")
     return ", ".join(parts)

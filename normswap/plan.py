@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -34,6 +34,7 @@ class Decision:
         reason: why it is refused; empty for a swap.
         spec: what it computes; None where that is not known.
         key: equal for norms of one class with the same settings and shapes.
+        of_rows: whether it may be a norm of rows itself; a BatchNorm is none, nor is a module around other norms.
     """
 
     name: str
@@ -42,16 +43,12 @@ class Decision:
     reason: str
     spec: NormSpec | None
     key: Hashable = None
+    of_rows: bool = True
 
     @property
     def pattern(self) -> str:
         """The name with every layer or expert number replaced by ``*``."""
         return name_pattern(self.name)
-
-    @property
-    def of_rows(self) -> bool:
-        """Whether it may be a norm of rows at all; BatchNorm and GroupNorm, for one, are none."""
-        return not self.reason.endswith(_NOT_OF_ROWS)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as it stands in ``inspect --json``."""
@@ -180,7 +177,7 @@ def make_plan(
         cls = original_class(module).__name__
         names_of[name] = names = aliases.get(module, [name])
         if isinstance(result, Refusal):
-            decisions.append(Decision(name, cls, "refuse", result.reason, None, key))
+            decisions.append(Decision(name, cls, "refuse", result.reason, None, key, _may_be_of_rows(module, result)))
         elif wanted and not _any_match(names, wanted):
             decisions.append(Decision(name, cls, "refuse", "not among the included names", result, key))
         elif _any_match(names, unwanted):
@@ -188,7 +185,20 @@ def make_plan(
         else:
             decisions.append(Decision(name, cls, "swap", "", result, key))
     _check_patterns(names_of, wanted, unwanted)
-    return Plan(tuple(decisions), find_code_norms(model, norms))
+    around = {parent for decision in decisions for parent in _parents(decision.name)}
+    apart = (replace(d, of_rows=False) if d.action == "refuse" and d.name in around else d for d in decisions)
+    return Plan(tuple(apart), find_code_norms(model, norms))
+
+
+def _may_be_of_rows(module: nn.Module, refusal: Refusal) -> bool:
+    # A frozen BatchNorm is known by the statistics that it keeps.
+    return not refusal.reason.endswith(_NOT_OF_ROWS) and not hasattr(module, "running_var")
+
+
+def _parents(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _patterns(given: str | Iterable[str] | None) -> Sequence[str]:

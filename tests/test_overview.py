@@ -25,8 +25,8 @@ def swap(name: str, cls: str = "LlamaRMSNorm", spec: NormSpec = WIDE) -> Decisio
     return Decision(name, cls, "swap", "", spec)
 
 
-def refusal(name: str, cls: str, reason: str) -> Decision:
-    return Decision(name, cls, "refuse", reason, None)
+def refusal(name: str, cls: str, reason: str, *, of_rows: bool = True) -> Decision:
+    return Decision(name, cls, "refuse", reason, None, of_rows=of_rows)
 
 
 def lines_of(*decisions: Decision, functions: tuple[CodeNorm, ...] = ()) -> list[str]:
@@ -71,8 +71,8 @@ def test_refusals_stand_under_their_reason_and_what_has_no_rows_comes_last() -> 
     reason = "its rows are not independent of each other"
     other = "BatchNorm2d normalises over the batch or over positions, not over the last dimension"
     lines = lines_of(
-        refusal("stem.bn", "BatchNorm2d", other),
-        *(refusal(f"layers.{at}.bn", "BatchNorm2d", other) for at in range(4000)),
+        refusal("stem.bn", "BatchNorm2d", other, of_rows=False),
+        *(refusal(f"layers.{at}.bn", "BatchNorm2d", other, of_rows=False) for at in range(4000)),
         refusal("layers.0.norm", "SequenceNorm", reason),
         refusal("head.norm", "OtherNorm", reason),
         swap("norm"),
@@ -94,7 +94,7 @@ def test_refusals_stand_under_their_reason_and_what_has_no_rows_comes_last() -> 
         "layers.*.mixer Mixer 40 -",
         "",
         "3 norms: 1 to swap, 2 to refuse",
-        "4,001 modules that normalise something else than rows",
+        "4,001 modules besides that are no norms of rows",
         "40 places where norms are code, not modules",
     ]
 
@@ -166,7 +166,8 @@ def test_spec_words() -> None:
     assert "eps 1e-06 outside the root, gain 1+w before the norm" in words(
         gain="1+w", gain_position="before", eps_position="outside"
     )
-    assert "over the channels of an image" in words(axis="channels")
+    assert "over channels" in words(axis="channels")
+    assert words(then=("dropout", "act")).endswith("cast after gain, then dropout, act")
     assert "statistics of the first 16 columns" in words(partial=16)
     assert words(own_code=("bfloat16", "float16")).endswith("its own code for bfloat16 and float16")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from normswap.errors import UsageError
@@ -31,3 +32,43 @@ def test_a_name_that_no_norm_has_is_told() -> None:
         make_plan(shared(), include="d")
     with pytest.warns(UserWarning, match=r"exclude pattern 'd' matches no norm"):
         make_plan(shared(), exclude="d")
+
+
+class FrozenBatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.running_mean) / self.running_var.sqrt() * self.weight + self.bias
+
+
+class PerHeadNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([norm(row) for norm, row in zip(self.norms, x.unbind(-2), strict=True)], -2)
+
+
+class OddNorm(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+def test_what_is_no_norm_of_rows_itself_is_kept_apart() -> None:
+    model = nn.ModuleDict(
+        {"batch": nn.BatchNorm1d(8), "frozen": FrozenBatchNorm(), "heads": PerHeadNorm(), "odd": OddNorm()}
+    )
+    plan = make_plan(model)
+    assert {decision.name: decision.of_rows for decision in plan.refusals} == {
+        "batch": False,
+        "frozen": False,
+        "heads": False,
+        "odd": True,
+    }
+    assert [decision.name for decision in plan.swaps] == ["heads.norms.0", "heads.norms.1"]
+    excluded = make_plan(model, exclude="heads.*").decisions
+    assert {decision.name for decision in excluded if decision.of_rows} == {"odd", "heads.norms.0", "heads.norms.1"}
