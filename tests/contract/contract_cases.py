@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -164,4 +165,9 @@ def _counted(forward: Callable[..., Any], calls: list[str]) -> Callable[..., Any
 
 def patched(family: str) -> Any:
     """A tiny model of a family with its norms swapped."""
+    return copy.deepcopy(_patched_once(family))
+
+
+@functools.cache
+def _patched_once(family: str) -> Any:
     return normswap.patch(tiny(family))

@@ -101,9 +101,8 @@ def initialised(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_initialises_as_an_unpatched_model_does(family: str) -> None:
-    disturbed = tiny(family)
     expected = initialised(tiny(family))
-    model = normswap.patch(disturbed)
+    model = patched(family)
     gains = {f"{name}.{spec.gain_name}": spec for name, _, spec in modules.fused_norms(model)}
     before = {name: model.state_dict()[name].clone() for name in gains}
     got = initialised(model)

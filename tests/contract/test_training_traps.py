@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract_cases import FAMILIES, assert_same, count_originals, gradients, logits, tiny
+from contract_cases import FAMILIES, assert_same, count_originals, gradients, logits, patched, tiny
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import get_parameter_names
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.core
 def test_gradient_checkpointing_gives_equal_gradients(
     family: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, model = tiny(family), normswap.patch(tiny(family))
+    plain, model = tiny(family), patched(family)
     calls = count_originals(monkeypatch, model)
     for one in (plain, model):
         expected = gradients(one)
@@ -54,7 +54,7 @@ def test_gradient_checkpointing_gives_equal_gradients(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_gives_what_the_unpatched_model_gives(family: str) -> None:
-    plain, model = tiny(family), normswap.patch(tiny(family))
+    plain, model = tiny(family), patched(family)
     exact = logits(plain)
     with torch.autocast("cpu", torch.bfloat16):
         expected, got = logits(plain), logits(model)
@@ -67,22 +67,20 @@ def test_autocast_gives_what_the_unpatched_model_gives(family: str) -> None:
         assert float(distance) < 0.02, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_alone_under_autocast_gives_the_dtype_of_the_original(dtype: torch.dtype) -> None:
-    x = torch.randn(4, 32).to(dtype)
-    norms = [module for family in FAMILIES for module in tiny(family).modules() if "Norm" in type(module).__name__]
-    kinds = {type(norm): norm for norm in norms if getattr(norm, "weight", None) is not None}
+def test_a_norm_alone_under_autocast_gives_the_dtype_of_the_original() -> None:
+    xs = [torch.randn(4, 32).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    norms = {type(norm): norm for family in FAMILIES for _, norm, _ in modules.fused_norms(patched(family))}
     checked = 0
-    for norm in kinds.values():
+    for norm in norms.values():
         if tuple(norm.weight.shape) != (32,):
             continue
         with torch.autocast("cpu", torch.bfloat16):
-            expected = norm(x)
-            normswap.patch(nn.Sequential(norm))
-            for _ in range(2):
-                got = norm(x)
-                assert got.dtype == expected.dtype
-                assert torch.equal(got, expected)
+            for x in xs:
+                expected = modules.original_forward(norm, x)
+                for _ in range(2):
+                    got = norm(x)
+                    assert got.dtype == expected.dtype
+                    assert torch.equal(got, expected)
         checked += 1
     assert checked >= 4
 
@@ -98,13 +96,13 @@ def decayed(model: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weight_decay_is_for_the_same_parameters(family: str) -> None:
-    model = tiny(family)
-    expected = decayed(model)
-    assert 0 < len(expected[0]) < len(list(model.parameters()))
+    plain, model = tiny(family), patched(family)
+    expected = decayed(plain)
+    assert 0 < len(expected[0]) < len(list(plain.parameters()))
     if family == "gpt2":
         # Nothing but its class exempts ln_1: the test is about isinstance, not about names.
         assert "transformer.h.0.ln_1.weight" not in expected[0]
-    assert decayed(normswap.patch(model)) == expected
+    assert decayed(model) == expected
     assert decayed(normswap.unpatch(model)) == expected
 
 
