@@ -70,9 +70,19 @@ def settings_key(module: nn.Module) -> Hashable:
         name: None if tensor is None else tuple(tensor.shape)
         for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items())
     }
+    plain = {name: value if _is_plain(value) else id(value) for name, value in plain.items()}
     after = {name: repr(child) for name, child in followers(module).items()}
     settings = (repr(sorted(of.items())) for of in (plain, tensors, after))
     return original_class(module), *settings, has_own_forward(module)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a setting is told from others by its words; a configuration, shared by all layers, is by what it is."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(entry) for entry in value)
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
+    return isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
 
 
 def _is_candidate(module: nn.Module) -> bool:

@@ -79,10 +79,11 @@ def prove_invariance(replica: Replica, spec: NormSpec) -> None:
         raise Unfit("it computes something else in training mode", is_norm=True)
     row = replica.shape
     once = tuple(1 for _ in row)
+    many = max(2, min(100, 4 * ELEMENTS // x.numel()))
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda t: t[:, :2],
         lambda t: t[:, :6],
-        lambda t: t.repeat(1, 50, *once),
+        lambda t: t.repeat(1, many, *once),
     ]
     if replica.arrangement == "rows":
         views += [
@@ -93,7 +94,7 @@ def prove_invariance(replica: Replica, spec: NormSpec) -> None:
             lambda t: t[:1],
             lambda t: t[:1, :1],
             lambda t: t.reshape(2, 3, 4, *row),
-            lambda t: t.reshape(24, *row).repeat(100, *once),
+            lambda t: t.reshape(24, *row).repeat(many, *once),
             lambda t: torch.cat([t, t], -1)[..., : replica.width],
         ]
     for view in views:
@@ -250,4 +251,6 @@ def row_count(replica: Replica) -> int:
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the relative distance of ``a`` from ``b``, in the root of the mean square."""
+    if a.shape == b.shape and torch.equal(a, b):
+        return 0.0
     return float((a.double() - b.double()).norm() / b.double().norm())

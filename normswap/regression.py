@@ -86,15 +86,17 @@ class _NoNorm(Unfit):
 
 def _fit(replica: Replica) -> NormSpec:
     replica.randomise(torch.float32)
-    x = 1e3 * (rows(replica, max(64, min(4096, row_count(replica)))) + 0.5)
-    gate = None if replica.gate_name is None else 2 * torch.randn(x.shape)
-    y = replica.run(x, gate)
-    if y.dtype != torch.float32:
-        raise Unfit(f"it returns {dtype_name(y.dtype)} for a float32 input and float32 parameters")
-    if not y.isfinite().all():
-        raise Unfit("it returns values that are not finite for an ordinary input")
-    if relative(replica.run(4 * x, gate), y) > 1e-3:
-        raise _NoNorm("it does not normalise: its output changes with the scale of its input")
+    # A few rows tell most that is no norm; the wider a module, the longer that takes.
+    for count in (8, max(16, min(1024, row_count(replica) // 4))):
+        x = 1e3 * (rows(replica, count) + 0.5)
+        gate = None if replica.gate_name is None else 2 * torch.randn(x.shape)
+        y = replica.run(x, gate)
+        if y.dtype != torch.float32:
+            raise Unfit(f"it returns {dtype_name(y.dtype)} for a float32 input and float32 parameters")
+        if not y.isfinite().all():
+            raise Unfit("it returns values that are not finite for an ordinary input")
+        if relative(replica.run(4 * x, gate), y) > 1e-3:
+            raise _NoNorm("it does not normalise: its output changes with the scale of its input")
     trial = _Trial(x, gate, y)
     for candidate in _plain_candidates(replica, gate is not None):
         if spec := _matched(replica, candidate, trial):
