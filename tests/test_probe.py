@@ -35,7 +35,7 @@ RIGHT = {
     "nn.LayerNorm without bias": (nn.LayerNorm(48, bias=False), NormSpec("layer", 48, 1e-5)),
     "nn.LayerNorm without parameters": (
         nn.LayerNorm(48, elementwise_affine=False),
-        NormSpec("layer", None, 1e-5, gain="none", gain_name=None),
+        NormSpec("layer", 48, 1e-5, gain="none", gain_name=None),
     ),
     "nn.RMSNorm": (nn.RMSNorm(48, eps=1e-6), NormSpec("rms", 48, 1e-6)),
     "nn.RMSNorm with the dtype's eps": (nn.RMSNorm(48), NormSpec("rms", 48, torch.finfo(torch.float32).eps)),
