@@ -88,7 +88,7 @@ REFUSED = {
     hw.ActingFirstNorm: "its norm does not simply stand before its other modules (act)",
     hw.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
     hw.DeviationNorm: "it divides by the standard deviation of a row that it does not centre",
-    hw.RootNorm: "it returns the shape [2, 684, 1]",
+    hw.RootNorm: "it returns the shape [2, 4, 1] for [2, 4, 96]",
     hw.ManyArgumentsNorm: "its forward takes (x, shift, scale), not a row, or a row and its gate",
     hw.GeluGatedNorm: "it is no norm with a gate by silu or sigmoid",
 }
