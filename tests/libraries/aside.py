@@ -1,7 +1,8 @@
 """Libraries that would disturb everything else if they lay among the installed packages, for the tests of them.
 
-``make venv`` installs them into a folder of the environment that is on nobody's path: with torchao in sight transformers
-prints warnings, and beside a torchvision that was built for another torch, which timm asks for, it does not import at all.
+``make venv`` installs them into a folder of the environment that is on nobody's path: with torchao in sight
+transformers prints warnings, and beside the torchvision that timm asks for it does not import at all if that was
+built for another torch.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def bring(*names: str) -> ModuleType:
     """
     try:
         with _in_sight():
-            return [importlib.import_module(name) for name in names][0]
+            modules = [importlib.import_module(name) for name in names]
     except ModuleNotFoundError as error:
         pytest.skip(f"needs {error.name}, which is neither installed nor in {FOLDER}")
+    return modules[0]
 
 
 def bring_timm() -> ModuleType:
