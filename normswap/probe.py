@@ -67,7 +67,7 @@ def settings_key(module: nn.Module) -> Hashable:
     state = plain_state(module)
     plain = {name: value for name, value in state.items() if name not in _NO_SETTINGS}
     tensors = {
-        name: None if tensor is None else tuple(tensor.shape)
+        name: None if tensor is None else (tuple(tensor.shape), tensor.is_floating_point())
         for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items())
     }
     plain = {name: value if _is_plain(value) else id(value) for name, value in plain.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from normswap.distributed import held
-from normswap.signatures import parameter_names, required_names
+from normswap.signatures import parameter_names, required_names, takes_a_dictionary
 from normswap.wrapping import has_own_forward, original_class, plain_state
 
 __all__ = ["Arrangement", "Replica", "Unfit", "bare", "followers", "original_class"]
@@ -88,6 +88,10 @@ class Replica:
             if tensor is not None
         }
         self._shapes = shapes
+        for name in shapes:
+            dtype = getattr(module, name).dtype
+            if math.prod(shapes[name]) > 1 and not dtype.is_floating_point:
+                raise Unfit(f"its {name} holds {dtype}, not floating-point numbers")
         # A gain may be stored as (1, 1, width) or (width, 1, 1), and one number may stand for a whole row.
         rows = {name: tuple(n for n in size if n != 1) for name, size in shapes.items() if math.prod(size) != 1}
         if len(set(rows.values())) > 1 or len(shapes) > 2:
@@ -108,6 +112,8 @@ class Replica:
 
     def check_signature(self) -> None:
         """Raise `Unfit` unless the forward can be called with a row alone, or with a row and a gate."""
+        if takes_a_dictionary(self.cls):
+            raise Unfit(f"its forward takes a dictionary ({self.names[0]}), not a tensor")
         required = required_names(self.cls)
         if not self.names or len(required) > 2:
             raise Unfit(f"its forward takes ({', '.join(required)}), not a row, or a row and its gate")
