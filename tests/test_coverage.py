@@ -189,6 +189,32 @@ def test_a_whole_model_is_run_before_and_after_and_left_as_it_was(lib: types.Sim
     assert list(modules.fused_norms(model)) == []
 
 
+class Clip(nn.Module):
+    """Divides each row by its size, whatever it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.core
+def test_what_behaves_like_a_norm_and_is_in_no_plan_is_missed(lib: types.SimpleNamespace) -> None:
+    block = nn.Sequential(nn.LayerNorm(16), nn.Softmax(-1))
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(16, 16), Clip(), nn.Sequential(Clip()), block)})
+    model.forward = lambda x: model["body"](x)
+    plan = make_plan(model)
+    decided = replace(plan, decisions=tuple(d for d in plan.decisions if d.cls == "LayerNorm"))
+    found = lib.parity.scale_invariant(model, decided, {"x": torch.randn(3, 16)})
+    assert found == [model["body"][1], model["body"][2][0]]
+    others = [
+        {"class": "some.Clip", "count": 2, "behaves": True},
+        {"class": "some.Block", "count": 1, "behaves": False},
+    ]
+    figures = lib.figures.summarise([record(norm(), others=others)], liger=False)
+    assert (figures.swapped, figures.norms, figures.others) == (4, 6, {"some.Block": 1})
+    assert [(entry.cls, entry.count, entry.kind) for entry in figures.refused] == [("some.Clip", 2, "")]
+    assert "in no plan" in lib.tables.summary(figures)
+
+
 @pytest.mark.core
 def test_the_mark_of_the_hub_is_read_from_the_class_or_its_source(
     lib: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

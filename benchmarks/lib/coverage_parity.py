@@ -20,6 +20,9 @@ __all__ = ["BOUND", "Parity", "compare", "floats", "measure_parity", "scale_inva
 BOUND = 1e-5
 """Greatest relative distance of an output, as of the exact gate."""
 
+# A block that normalises on its way (an attention with normalised queries) is no norm.
+_MATRICES = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+
 
 @dataclass(frozen=True)
 class Parity:
@@ -87,8 +90,8 @@ def scale_invariant(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> 
         inputs: keyword arguments of its forward.
 
     Returns:
-        The innermost modules that were called with one tensor, hold no norm of the plan, and do not change with its
-        scale.
+        The innermost modules that were called with one tensor, hold no norm of the plan and no matrix, and do not
+        change with its scale.
     """
     names = [decision.name for decision in plan.decisions]
     seen: dict[nn.Module, Tensor] = {}
@@ -101,7 +104,9 @@ def scale_invariant(model: nn.Module, plan: Plan, inputs: Mapping[str, Any]) -> 
     hooks = [
         module.register_forward_hook(look)
         for name, module in model.named_modules()
-        if name and not any(f"{decided}.".startswith(f"{name}.") for decided in names)
+        if name
+        and not any(f"{decided}.".startswith(f"{name}.") for decided in names)
+        and not any(isinstance(inner, _MATRICES) for inner in module.modules())
     ]
     try:
         _run(model, inputs)
