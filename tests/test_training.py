@@ -26,6 +26,8 @@ from transformers import (
 import normswap
 from normswap import modules
 
+pytestmark = pytest.mark.core
+
 STEPS = 200
 VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import run_cases
 import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("needs torch.distributed, which this build of torch lacks", allow_module_level=True)
+
+import run_cases
 
 RANKS = 2
 HERE = Path(__file__).resolve().parent
 Results = dict[str, str]
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="needs torch.distributed with gloo, which this build of torch lacks",
-)
+pytestmark = pytest.mark.core
+
+
+def why_not() -> str | None:
+    """Say what two processes on this machine lack to talk to each other."""
+    if not torch.distributed.is_gloo_available():
+        return "needs gloo, which this build of torch lacks"
+    try:
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+    except OSError as error:
+        return f"needs sockets between processes, which this machine refuses: {error}"
+    return None
 
 
 def launch(script: str, folder: Path) -> list[Results]:
@@ -36,6 +50,8 @@ def launch(script: str, folder: Path) -> list[Results]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    if reason := why_not():
+        pytest.skip(reason)
     return launch("run_cases.py", tmp_path_factory.mktemp("ranks"))
 
 

@@ -116,6 +116,5 @@ def own_sequence_parallel(mesh: DeviceMesh) -> None:
 
 
 CASES: dict[str, Case] = {f"auto_plan[{kind}]": functools.partial(auto_plan, kind=kind) for kind in ("llama", "gemma2")}
-CASES["norms_of_heads"] = norms_of_heads
 if RECENT:
-    CASES |= {case.__name__: case for case in (own_fsdp, own_sequence_parallel)}
+    CASES |= {case.__name__: case for case in (norms_of_heads, own_fsdp, own_sequence_parallel)}
