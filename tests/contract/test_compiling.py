@@ -1,4 +1,7 @@
-"""torch.compile without a graph break and torch.export of whole patched models."""
+"""torch.compile without a graph break and torch.export of whole patched models.
+
+What is compiled without a cache is no core test: transformers 4 makes its masks then in code that dynamo fails on.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from torch import nn
 
 import normswap
 from normswap import modules
-
-pytestmark = pytest.mark.core
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,7 @@ def test_a_compiled_model_trains_to_the_same_gradients() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.core
 def test_patch_and_unpatch_of_a_compiled_model_take_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = nn.LayerNorm(16)
     nn.init.normal_(norm.weight)
@@ -67,6 +69,7 @@ def test_patch_and_unpatch_of_a_compiled_model_take_effect(monkeypatch: pytest.M
     assert torch.equal(compiled(x), expected)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 def test_an_exported_model_computes_the_same_with_the_fused_norms(family: str) -> None:
     model = patched(family)
@@ -81,6 +84,7 @@ def test_an_exported_model_computes_the_same_with_the_fused_norms(family: str) -
     assert program.state_dict.keys() == model.state_dict().keys()
 
 
+@pytest.mark.core
 def test_an_exported_model_takes_other_lengths() -> None:
     model = patched("llama")
     given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "use_cache": False}

@@ -81,7 +81,7 @@ def test_a_norm_without_a_weight_attribute_gets_none() -> None:
     assert hasattr(norm, "weight") is missing
     assert set(vars(norm)) - names == {"_normswap"}
     x = torch.randn(3, 16)
-    assert torch.equal(norm(x), modules.original_forward(norm, x))
+    torch.testing.assert_close(norm(x), modules.original_forward(norm, x), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [lambda: hw.Scale(16), lambda: hw.BufferNorm(16)], ids=["gamma", "buffer"])
@@ -120,8 +120,8 @@ def test_two_kinds_of_gain_in_one_model_each_keep_their_own() -> None:
 
 
 def test_tied_gains_of_a_shared_block_stay_tied(tmp_path: Path) -> None:
-    if not hasattr(transformers, "ZambaConfig"):
-        pytest.skip("this transformers has no Zamba")
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 names the layers of Zamba otherwise")
     torch.manual_seed(0)
     config = transformers.ZambaConfig(
         vocab_size=64,
