@@ -424,3 +424,24 @@ class HiddenGateNorm(_Base):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return (wide * self.weight.float() * gate.float().sigmoid()).to(x.dtype)
+
+
+class WideningNorm(_Base):
+    """Gives float32 under autocast, as ``F.layer_norm`` does on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()
+        return wide if torch.is_autocast_enabled("cpu") else wide.to(x.dtype)
+
+
+class NarrowingNorm(_Base):
+    """Casts what it is given under autocast, the gain too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if torch.is_autocast_enabled("cpu"):
+            x, weight = (t.to(torch.get_autocast_dtype("cpu")) for t in (x, weight))
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * weight.float()).to(x.dtype)

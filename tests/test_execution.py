@@ -1,0 +1,169 @@
+"""What a swapped norm runs for the arguments, dtypes and modes at hand."""
+
+from __future__ import annotations
+
+import pickle
+
+import handwritten as hw
+import pytest
+import torch
+from torch import nn
+
+import normswap
+from normswap import modules
+
+pytestmark = pytest.mark.core
+
+
+def swapped(norm: nn.Module) -> nn.Module:
+    """Draw the norm's parameters and swap it."""
+    with torch.no_grad():
+        for tensor in (*norm.parameters(), *norm.buffers()):
+            tensor.normal_(1.0, 0.5)
+    return normswap.patch(norm)
+
+
+def originals(norm: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Note the dtype of each input that the original's own code is given from here on."""
+    cls = modules.execution_of(norm).original
+    forward, calls = cls.forward, []
+    monkeypatch.setattr(
+        cls,
+        "forward",
+        lambda self, x, *a, **k: calls.append(x.dtype) or forward(self, x, *a, **k),  # type: ignore
+    )
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_result_that_autocast_widens_is_widened(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = swapped(hw.WideningNorm())
+    x = torch.randn(5, 64).to(dtype)
+    calls = originals(norm, monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, again = norm(x), norm(2 * x)
+        # Once, to see what it does.
+        assert calls == [dtype]
+        expected = modules.original_forward(norm, x)
+    assert got.dtype == again.dtype == torch.float32
+    torch.testing.assert_close(got, expected)
+    calls.clear()
+    assert norm(x).dtype == dtype and calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_autocast_narrows_on_the_way_is_left_to_the_original(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = swapped(hw.NarrowingNorm())
+    x = torch.randn(5, 64).to(dtype)
+    calls = originals(norm, monkeypatch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = norm(x)
+        assert calls == [dtype, dtype]
+        assert got.dtype == torch.bfloat16 and torch.equal(got, modules.original_forward(norm, x))
+        assert norm(x[:0]).shape == (0, 64)
+    calls.clear()
+    assert norm(x).dtype == dtype and calls == []
+
+
+def test_its_own_code_runs_in_dtypes_that_no_formula_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = swapped(hw.NarrowNorm())
+    calls = originals(norm, monkeypatch)
+    norm(torch.randn(3, 64))
+    assert calls == []
+    norm.bfloat16()
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(norm(x), modules.original_forward(norm, x))
+    assert calls == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("by", ["position", "name", "both"])
+@pytest.mark.parametrize("cls", [hw.GateBeforeNorm, hw.GateFirstNorm, hw.HiddenGateNorm])
+def test_gates_are_found_by_position_and_by_name(
+    cls: type[nn.Module], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = swapped(cls())
+    names = ["x", "z"] if cls is hw.GateBeforeNorm else ["x", "gate"]
+    given = dict(zip(names, torch.randn(2, 3, 64).unbind(0), strict=True))
+    order = names[::-1] if cls is hw.GateFirstNorm else names
+    args = [given[name] for name in order]
+    expected = modules.original_forward(norm, *args)
+    calls = originals(norm, monkeypatch)
+    if by == "position":
+        got = norm(*args)
+    elif by == "name":
+        got = norm(**given)
+    else:
+        got = norm(args[0], **{order[1]: args[1]})
+    assert calls == []
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_gate_of_another_shape_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = swapped(hw.GateBeforeNorm())
+    calls = originals(norm, monkeypatch)
+    x, gate = torch.randn(3, 64), torch.randn(64)
+    assert norm(x, gate).shape == (3, 64) and len(calls) == 1
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'z'"):
+        norm(x)
+
+
+def test_what_follows_the_norm_goes_on_running() -> None:
+    norm, x = swapped(hw.ActingNorm()), torch.randn(3, 64)
+    seen: list[str] = []
+    for name in ("drop", "act"):
+        norm.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    torch.manual_seed(1)
+    got = norm(x)
+    assert seen == ["drop", "act"] and 0.3 < float((got == 0).float().mean()) < 0.7
+    torch.manual_seed(1)
+    torch.testing.assert_close(got, modules.original_forward(norm, x))
+
+
+@pytest.mark.parametrize("cls", [hw.ImageNorm, hw.SequenceChannelNorm])
+@pytest.mark.parametrize("strided", [False, True])
+def test_channels_keep_the_strides_of_the_original(cls: type[nn.Module], strided: bool) -> None:
+    norm = swapped(cls())
+    x = torch.randn(2, 64, 4, 6) if cls is hw.ImageNorm else torch.randn(2, 64, 6)
+    if strided:
+        x = x.transpose(1, -1).contiguous().transpose(1, -1)
+    expected, got = modules.original_forward(norm, x), norm(x)
+    torch.testing.assert_close(got, expected)
+    assert got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    ("cls", "shape"),
+    [
+        (hw.PerHeadNorm, (5, 4, 16)),
+        (hw.ScalarNorm, (5, 64)),
+        (hw.NarrowOffsetNorm, (5, 64)),
+        (hw.ScaledBeforeNorm, (5, 64)),
+        (hw.ImageNorm, (2, 64, 3, 2)),
+        (hw.GateFirstNorm, (5, 64)),
+    ],
+)
+def test_gradients_are_the_originals(cls: type[nn.Module], shape: tuple[int, ...]) -> None:
+    for cls in (
+        hw.PerHeadNorm,
+        hw.ScalarNorm,
+        hw.NarrowOffsetNorm,
+        hw.ScaledBeforeNorm,
+        hw.ImageNorm,
+        hw.GateFirstNorm,
+    ):
+        norm = swapped(cls())
+        shape = (2, 64, 3, 2) if cls is hw.ImageNorm else (5, 4, 16) if cls is hw.PerHeadNorm else (5, 64)
+        inputs = [torch.randn(shape, requires_grad=True) for _ in range(2 if cls is hw.GateFirstNorm else 1)]
+        leaves, direction = [*inputs, *norm.parameters()], torch.randn(shape)
+        found = torch.autograd.grad(norm(*inputs), leaves, direction)
+        wanted = torch.autograd.grad(modules.original_forward(norm, *inputs), leaves, direction)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"{cls.__name__}: {text}")
+
+
+def test_what_it_runs_survives_pickling() -> None:
+    norm = swapped(hw.GateBeforeNorm())
+    before, after = modules.execution_of(norm), pickle.loads(pickle.dumps(modules.execution_of(norm)))
+    assert (after.spec, after.backend, after.original) == (before.spec, before.backend, before.original)
