@@ -149,7 +149,7 @@ FOUND = {
 
 
 def call_module(self, x):
-    return self.norm(x) + self.norm(x, -1) + self.inner.norm(x)
+    return self.norm(x) + x / self.norm(x, -1) + self.inner.norm(x)
 
 
 def scale_scores(self, x):
@@ -157,7 +157,9 @@ def scale_scores(self, x):
 
 
 def over_positions(self, x):
-    return x / x.norm(dim=1, keepdim=True) + x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True))
+    return (
+        x / x.norm(dim=1, keepdim=True) + normalize(x, dim=0) + x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True))
+    )
 
 
 def over_all(self, x):
@@ -230,6 +232,10 @@ def test_bases_static_methods_and_functions_on_the_instance_are_read() -> None:
         def scaled(x):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
 
+        @classmethod
+        def of_class(cls, x):
+            return F.layer_norm(x, (8,))
+
         def hidden(self, x):
             return x / x.norm(dim=-1, keepdim=True)
 
@@ -245,6 +251,7 @@ def test_bases_static_methods_and_functions_on_the_instance_are_read() -> None:
     found = {(one.function, one.kind, one.reason) for one in find_code_norms(Mixer(), set())}
     assert found == {
         ("Mixer.scaled", "RMS", "not a module: inline code of Mixer.scaled"),
+        ("Mixer.of_class", "LayerNorm", "not a module: F.layer_norm() in Mixer.of_class"),
         ("l2norm", "L2", "not a module: l2norm() in Mixer.run"),
     }
 
@@ -298,8 +305,9 @@ def test_a_norm_that_is_a_module_is_no_code() -> None:
         def forward(self, x):
             return rms_forward(x) * self.weight
 
-    plan = make_plan(nn.Sequential(Scale()))
-    assert len(plan.decisions) == 1 and plan.functions == ()
+    model = nn.Sequential(Scale())
+    for plan in (make_plan(model), make_plan(normswap.patch(model))):
+        assert len(plan.swaps) == 1 and plan.functions == ()
 
 
 def test_a_module_that_normalises_and_returns_something_else_is_told() -> None:
@@ -351,12 +359,12 @@ def test_falcon_mamba_has_a_function_in_transformers_4_and_modules_in_5() -> Non
 
 
 def test_each_function_is_read_once_and_one_that_cannot_normalise_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = on_meta("LlamaForCausalLM", num_hidden_layers=80)
     read: list[FunctionType] = []
     genuine = inspect.getsource
     monkeypatch.setattr(formulas.inspect, "getsource", lambda function: read.append(function) or genuine(function))
     inline._reading.cache_clear()
     inline._reached.cache_clear()
-    llama = on_meta("LlamaForCausalLM", num_hidden_layers=80)
     find_code_norms(llama, {type(llama.model.norm)})
     # It calls something that is named norm, which only its source can tell from a tensor's.
     assert [function.__qualname__ for function in read] == ["LlamaModel.forward"]
