@@ -69,6 +69,9 @@ def gemma2() -> PreTrainedModel:
 def generated(model: PreTrainedModel, prompt: torch.Tensor = PROMPT, **how: Any) -> tuple[torch.Tensor, ...]:
     """Return the tokens, and the scores of each step."""
     how = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, **how}
+    if "assistant_model" in how:
+        # An older transformers does not take the two together.
+        del how["min_new_tokens"]
     torch.manual_seed(3)
     out = model.generate(prompt, return_dict_in_generate=True, output_scores=True, pad_token_id=0, **how)
     return out.sequences, torch.stack(out.scores)
@@ -79,7 +82,7 @@ def check(model: PreTrainedModel, patched: PreTrainedModel, prompt: torch.Tensor
     got, scores = generated(patched, prompt, **how)
     assert torch.equal(got, expected)
     assert torch.equal(scores, expected_scores)
-    assert len(set(expected[0].tolist())) > 3
+    assert not torch.equal(scores[0], scores[-1])
     return expected
 
 
@@ -129,7 +132,7 @@ def test_assisted_generation(lookup: bool) -> None:
             parameter.add_(0.02 * torch.randn_like(parameter))
     for helper in pair(assistant):
         tokens = check(model, patched, prompt, assistant_model=helper)
-        assert torch.equal(tokens, generated(model, prompt)[0])
+        assert torch.equal(tokens, generated(model, prompt, min_new_tokens=0)[0])
 
 
 def test_a_cache_of_eight_bit_floats() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny_checkpoints import disturb_norms, tiny_bert, tiny_llama
 from torch import nn
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification, ViTImageProcessor, pipeline
@@ -17,6 +16,8 @@ from words import word_tokenizer
 
 import normswap
 from normswap import modules
+
+Image = pytest.importorskip("PIL.Image", reason="needs pillow, which is not installed")
 
 pytestmark = pytest.mark.core
 
