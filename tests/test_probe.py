@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from normswap.plan import make_plan
 from normswap.probe import Refusal, probe, settings_key
+from normswap.replica import Replica
 from normswap.spec import NormSpec
 
 pytestmark = pytest.mark.core
@@ -179,3 +181,15 @@ def test_the_spec_survives_plain_data() -> None:
     assert NormSpec.from_dict(spec.to_dict()) == spec
     with pytest.raises(ValueError, match=r"expected spec keys among .* got also \['colour'\]"):
         NormSpec.from_dict({**spec.to_dict(), "colour": 1})
+
+
+def test_probing_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock is asserted (`benchmarks/planning.py` has it): what takes long is running wide rows, and they are few."""
+    numbers: list[int] = []
+    run = Replica.run
+    monkeypatch.setattr(Replica, "run", lambda self, x, *a, **k: numbers.append(x.numel()) or run(self, x, *a, **k))
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Sequential(hw.Scale(8192), nn.LayerNorm(8192)) for _ in range(80))
+    assert len(make_plan(model).swaps) == 160
+    # For each of the two distinct norms about sixty runs of a sixteenth of a million numbers.
+    assert 50 < len(numbers) < 200 and sum(numbers) < 25e6
