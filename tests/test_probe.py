@@ -184,7 +184,7 @@ def test_the_spec_survives_plain_data() -> None:
 
 
 def test_probing_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No clock is asserted (`benchmarks/planning.py` has it): what takes long is running wide rows, and they are few."""
+    """No clock is asserted (`benchmarks/planning.py` has it): wide rows take long to run, and they are few."""
     numbers: list[int] = []
     run = Replica.run
     monkeypatch.setattr(Replica, "run", lambda self, x, *a, **k: numbers.append(x.numel()) or run(self, x, *a, **k))
