@@ -149,7 +149,7 @@ FOUND = {
 
 
 def call_module(self, x):
-    return self.norm(x) + x / self.norm(x, -1) + self.inner.norm(x)
+    return self.norm(x) + x / self.std(x, dim=-1) + self.inner.norm(x)
 
 
 def scale_scores(self, x):
