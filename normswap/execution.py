@@ -55,7 +55,7 @@ class Execution:
         )
         if spec.gate and not spec.gate_optional:
             self._plain = {}
-        self._autocast: dict[tuple[torch.dtype | None, ...], Callable[..., Tensor] | None] = {}
+        self._autocast: dict[tuple[str | torch.dtype | None, ...], Callable[..., Tensor] | None] = {}
         # A row along the last dimension and parameters as the kernels take them: the usual case, and the short way.
         self._parameter_dim = 2 if spec.heads > 1 else 1
         self._direct = spec.axis == "last" and spec.gain_position == "after" and spec.offset_dtype == "float32"

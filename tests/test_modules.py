@@ -313,12 +313,14 @@ def test_patches_a_meta_model_and_serves_it_once_it_has_weights(llama: LlamaForC
 
 
 def test_a_class_changed_by_something_else_is_not_undone_blindly() -> None:
-    model = normswap.patch(nn.Sequential(nn.LayerNorm(8)))
-    wrapped = type("WrappedLayerNorm", (type(model[0]),), {})
-    model[0].__class__ = wrapped
-    with pytest.raises(normswap.NormswapError, match="whose class became WrappedLayerNorm"):
-        normswap.unpatch(model)
-    assert type(model[0]) is wrapped
+    model = normswap.patch(nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8)))
+    wrapped = type("WrappedLayerNorm", (type(model[1]),), {})
+    model[1].__class__ = wrapped
+    for change in (normswap.unpatch, normswap.patch):
+        with pytest.raises(normswap.NormswapError, match="whose class became WrappedLayerNorm"):
+            change(model)
+        assert type(model[1]) is wrapped
+        assert isinstance(model[0], modules.FusedNorm)
 
 
 def test_an_empty_batch_passes_through() -> None:

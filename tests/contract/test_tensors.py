@@ -168,6 +168,16 @@ def test_modes_and_frozen_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba2"])
+def test_shapes_are_followed_on_the_meta_device(family: str) -> None:
+    model = patched(family).to("meta")
+    ids = IDS.to("meta")
+    mask = torch.zeros(2, 1, 10, 10, device="meta") if family != "mamba2" else None
+    got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert got.is_meta
+    assert got.shape == logits(tiny(family)).shape
+
+
 def test_the_classes_and_other_models_are_untouched() -> None:
     forwards = {cls: cls.forward for cls in (LlamaRMSNorm, nn.LayerNorm, nn.RMSNorm, nn.Module)}
     members = {cls: set(vars(cls)) for cls in forwards}
