@@ -68,7 +68,7 @@ def test_every_norm_of_rows_is_swapped_within_the_unit_bound(lib: SimpleNamespac
     assert [entry for entry in missed if not any(words in entry.reason for words in REFUSED)] == []
     assert figures.swapped == figures.norms - sum(entry.count for entry in missed) > 0
     # The original's code runs in no dtype that it has a formula for, and in float32 it always has one.
-    assert figures.own_code["float32"] == figures.reached[1] == 0
+    assert figures.own_code["float32"] == {} and figures.reached[1] == 0
 
 
 @pytest.mark.parametrize("model_type", NAMED)

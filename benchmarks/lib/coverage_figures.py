@@ -68,7 +68,9 @@ class Figures:
         norms: norms of rows, instances.
         swapped: those that are swapped.
         outside: swapped instances that are out of the unit bound in some dtype, by class, with the words.
-        own_code: swapped instances whose original's code runs on all calls in a dtype, by dtype.
+        own_code: by dtype, classes and their swapped instances whose original's code runs on every call in it, since
+            its results there are those of no known order of roundings.
+        silent: by dtype, the same of those whose original does not run in it.
         worst: greatest distance in units in the last place, by dtype.
         refused: what is refused, most frequent first.
         ran: models that were run forward.
@@ -90,7 +92,8 @@ class Figures:
     norms: int = 0
     swapped: int = 0
     outside: dict[str, tuple[int, str]] = field(default_factory=dict)
-    own_code: dict[str, int] = field(default_factory=dict)
+    own_code: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in DTYPES})
+    silent: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in DTYPES})
     worst: dict[str, float] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
     ran: int = 0
@@ -167,7 +170,9 @@ def _add_swapped(figures: Figures, norm: dict[str, Any]) -> None:
     figures.swapped += count
     for dtype, units in norm["units"].items():
         figures.worst[dtype] = max(figures.worst.get(dtype, 0.0), units["worst"])
-        figures.own_code[dtype] = figures.own_code.get(dtype, 0) + count * (units["originals"] == units["calls"])
+        if units["originals"] == units["calls"]:
+            classes = (figures.own_code if units["calls"] else figures.silent)[dtype]
+            classes[norm["class"]] = classes.get(norm["class"], 0) + count
     failures = [words for units in norm["units"].values() for words in units["failures"]]
     if failures:
         before, _ = figures.outside.get(norm["class"], (0, ""))

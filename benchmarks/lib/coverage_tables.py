@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,22 @@ from coverage_figures import Figures, Refused, bars, is_row_wise
 from coverage_parity import BOUND
 from coverage_units import DTYPES
 
-__all__ = ["BEGIN", "END", "page", "put_between_markers", "screen", "summary"]
+__all__ = ["BEGIN", "END", "page", "put_between_markers", "screen", "summary", "versions"]
 
 BEGIN, END = "<!-- coverage -->", "<!-- /coverage -->"
 NO_PLAN = "in no plan, though its result does not change with the scale of its input"
 COMMAND = "python benchmarks/coverage.py --jobs 2 --write"
 
 
-def version(package: str) -> str:
-    """Return the installed version of a package, or ``"absent"``."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
+def versions() -> dict[str, str | None]:
+    """Return the installed versions of what the figures depend on; None for what is absent."""
+    found: dict[str, str | None] = {}
+    for package in ("torch", "transformers", "timm", "liger-kernel"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def _short(cls: str) -> str:
@@ -36,8 +39,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows)]
 
 
-def summary(figures: Figures) -> str:
-    """Return the part of the README."""
+def summary(figures: Figures, installed: Mapping[str, str | None]) -> str:
+    """Return the part of the README.
+
+    Args:
+        figures: what was measured.
+        installed: the `versions` that it was measured with.
+    """
     outside = sum(count for count, _ in figures.outside.values())
     reached, originals = figures.reached
     liger = ("not installed",) * 2
@@ -47,11 +55,11 @@ def summary(figures: Figures) -> str:
     hub_types, hub_instances = figures.hub
     lines = [
         f"Of the {figures.known - len(figures.unbuilt)} model types and variants of transformers "
-        f"{version('transformers')} that are built here, {figures.types} have modules that normalise rows, "
-        f"{figures.norms:,} instances in all. `{COMMAND}` measures each of them:",
+        f"{installed['transformers']} that are built here, {figures.types} have modules that normalise rows, "
+        f"{figures.norms:,} instances in all. `{COMMAND}` measures each of them, here on a CPU:",
         "",
         *_table(
-            ("", "normswap", f"Liger-Kernel {version('liger-kernel')}", "decorator of the Hub"),
+            ("", "normswap", f"Liger-Kernel {installed['liger-kernel'] or ''}".strip(), "decorator of the Hub"),
             (
                 ("model types in which it reaches norms", figures.types_swapped, liger[0], hub_types),
                 (
@@ -75,8 +83,8 @@ def summary(figures: Figures) -> str:
             ),
         ),
         "",
-        f"In those runs {reached:,} swapped norms were called, and {originals or 'none'} of them went back to the "
-        "original's code.",
+        f"{_own_code(figures)} In the runs of whole models {reached:,} swapped norms were called, and "
+        f"{originals or 'none'} of them went back to the original's code.",
     ]
     missed = [entry for entry in figures.refused if not entry.kind]
     if missed:
@@ -91,6 +99,15 @@ def summary(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def _own_code(figures: Figures) -> str:
+    """Say of how many swapped norms the original's own code runs in bfloat16, and why."""
+    own, silent = (sum(held["bfloat16"].values()) for held in (figures.own_code, figures.silent))
+    return (
+        f"In bfloat16 {own or 'none'} of them run the original's own code, since its results there are those of no "
+        f"known order of roundings, and the originals of {silent or 'none'} run in float32 only."
+    )
+
+
 def _refusals(entries: Iterable[Refused]) -> list[str]:
     return _table(
         ("class", "instances", "model types", "reason"),
@@ -103,14 +120,16 @@ def _names(types: Iterable[str]) -> str:
     return first + (f" and {len(rest)} more" if rest else "")
 
 
-def page(figures: Figures, records: Iterable[dict[str, Any]]) -> str:
+def page(figures: Figures, records: Iterable[dict[str, Any]], installed: Mapping[str, str | None]) -> str:
     """Return the whole page, with a line for each model type."""
+    used = ", ".join(f"{name} {number}" for name, number in installed.items() if number)
+    part = summary(figures, installed).replace("docs/coverage.md", "coverage.md")
     lines = [
         "# Coverage",
         "",
-        f"Written by `{COMMAND}`; torch {version('torch')}, transformers {version('transformers')}.",
+        f"Written by `{COMMAND}`, with {used}.",
         "",
-        summary(figures).replace("docs/coverage.md", "coverage.md").partition("\nNorms of rows that are refused")[0],
+        part.partition("\n\nNorms of rows that are refused")[0],
         "",
         *_table(
             ("bar", "met", "figure"), ((demand, "yes" if met else "NO", said) for demand, met, said in bars(figures))
@@ -141,6 +160,21 @@ def page(figures: Figures, records: Iterable[dict[str, Any]]) -> str:
         "",
         *_table(
             ("class", "instances", "what is out"), ((f"`{_short(c)}`", n, w) for c, (n, w) in figures.outside.items())
+        ),
+        "",
+        "## The original's code in half precision",
+        "",
+        "Swapped norms whose original's own code runs in a dtype, since its results there are those of no known order "
+        "of roundings, or that do not run in it, swapped or not:",
+        "",
+        *_table(
+            ("class", "instances", "dtype", "what runs"),
+            (
+                (f"`{_short(cls)}`", count, dtype, words)
+                for words, held in (("the original's code", figures.own_code), ("nothing", figures.silent))
+                for dtype, classes in held.items()
+                for cls, count in classes.items()
+            ),
         ),
         "",
         "## Model types",
@@ -178,10 +212,12 @@ def screen(figures: Figures) -> list[str]:
     lines = [f"{'met' if met else 'NOT met':8}{demand}: {said}" for demand, met, said in bars(figures)]
     lines.append(f"{'':8}with what is no norm of rows: {figures.share_of_all:.2%}")
     lines.append(f"{'':8}worst units: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.worst.items()))
-    lines.append(
-        f"{'':8}in a dtype all calls go to the original's code: "
-        + ", ".join(f"{name} {count}" for name, count in figures.own_code.items())
-    )
+    lines += [
+        f"{'':8}in {dtype} {words}: "
+        + (", ".join(f"{_short(cls)} {count}" for cls, count in classes.items()) or "none")
+        for words, held in (("the original's code runs", figures.own_code), ("the original fails", figures.silent))
+        for dtype, classes in held.items()
+    ]
     lines.append(f"{'':8}norms called in whole models: {figures.reached[0]:,}, {figures.reached[1]} went back")
     hub_types, hub_instances = figures.hub
     lines.append(f"{'':8}decorator of the Hub: {hub_types} types, {hub_instances:,} instances")
