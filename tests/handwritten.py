@@ -69,7 +69,9 @@ class BufferNorm(nn.Module):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain.float()).to(x.dtype)
 
 
-class _Base(nn.Module):
+class RowNorm(nn.Module):
+    """What the norms below start from."""
+
     def __init__(self, dim: int = 64) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
@@ -80,14 +82,14 @@ class _Base(nn.Module):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-class TupleNorm(_Base):
+class TupleNorm(RowNorm):
     """Returns the input beside the result."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.normed(x), x
 
 
-class MutatingNorm(_Base):
+class MutatingNorm(RowNorm):
     """Writes into its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,21 +98,21 @@ class MutatingNorm(_Base):
         return y
 
 
-class DropoutNorm(_Base):
+class DropoutNorm(RowNorm):
     """Drops elements in training mode."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(self.normed(x), 0.1, self.training)
 
 
-class NarrowNorm(_Base):
+class NarrowNorm(RowNorm):
     """Statistics in the dtype of the input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-class OutsideEpsNorm(_Base):
+class OutsideEpsNorm(RowNorm):
     """eps outside the root."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ class OutsideEpsNorm(_Base):
         return (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + 1e-3) * self.weight.float()).to(x.dtype)
 
 
-class GroupedNorm(_Base):
+class GroupedNorm(RowNorm):
     """Four groups a row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +129,7 @@ class GroupedNorm(_Base):
         return (wide.flatten(-2) * self.weight.float()).to(x.dtype)
 
 
-class PartialNorm(_Base):
+class PartialNorm(RowNorm):
     """Statistics from the first half of the columns."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -137,7 +139,7 @@ class PartialNorm(_Base):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-class GatedNorm(_Base):
+class GatedNorm(RowNorm):
     """Takes a gate."""
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -145,21 +147,21 @@ class GatedNorm(_Base):
         return y if gate is None else y * nn.functional.silu(gate)
 
 
-class SequenceNorm(_Base):
+class SequenceNorm(RowNorm):
     """Subtracts the mean over the sequence, so that rows are not independent."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x - x.mean(-2, keepdim=True))
 
 
-class NoNorm(_Base):
+class NoNorm(RowNorm):
     """Scales, and normalises nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
 
 
-class ExpNorm(_Base):
+class ExpNorm(RowNorm):
     """Its gain is the exponential of its parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,14 +170,14 @@ class ExpNorm(_Base):
         return (wide * self.weight.float().exp()).to(x.dtype)
 
 
-class ClippingNorm(_Base):
+class ClippingNorm(RowNorm):
     """Clips its input far above what is usual."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x.clamp(-1e5, 1e5))
 
 
-class ForgivingNorm(_Base):
+class ForgivingNorm(RowNorm):
     """Takes NaN for zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +204,7 @@ class Act(nn.Module):
         return nn.functional.gelu(x)
 
 
-class NormalizeNorm(_Base):
+class NormalizeNorm(RowNorm):
     """RMSNorm by ``F.normalize``, whose eps is a clamp of 1e-12: rows of zeros stay zeros."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,7 +212,7 @@ class NormalizeNorm(_Base):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-class TinyEpsNorm(_Base):
+class TinyEpsNorm(RowNorm):
     """eps so small that only rows of zeros see it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +221,7 @@ class TinyEpsNorm(_Base):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-class ClampedGainNorm(_Base):
+class ClampedGainNorm(RowNorm):
     """Clamps its gain."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,14 +230,14 @@ class ClampedGainNorm(_Base):
         return (wide * self.weight.float().clamp(-100, 100)).to(x.dtype)
 
 
-class LoneRowNorm(_Base):
+class LoneRowNorm(RowNorm):
     """Computes something else for a batch of one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x) * (1.01 if x.shape[0] == 1 else 1.0)
 
 
-class DetachedNorm(_Base):
+class DetachedNorm(RowNorm):
     """No gradient through the statistics."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +246,7 @@ class DetachedNorm(_Base):
         return (wide * self.weight.float()).to(x.dtype)
 
 
-class FrozenGainNorm(_Base):
+class FrozenGainNorm(RowNorm):
     """No gradient to the gain."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -253,7 +255,7 @@ class FrozenGainNorm(_Base):
         return (wide * self.weight.float().detach()).to(x.dtype)
 
 
-class CountingNorm(_Base):
+class CountingNorm(RowNorm):
     """Counts its calls."""
 
     calls = 0
@@ -261,187 +263,3 @@ class CountingNorm(_Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.normed(x)
-
-
-class GateBeforeNorm(_Base):
-    """A SiLU gate, then groups, then a second rounding, as in Mamba-2."""
-
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        wide = (x.float() * nn.functional.silu(z.float())).unflatten(-1, (4, -1))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.flatten(-2).to(x.dtype)
-
-
-class GateFirstNorm(_Base):
-    """Takes its gate before its row."""
-
-    def forward(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (wide * self.weight.float() * gate.float().sigmoid()).to(x.dtype)
-
-
-class GatedLayerNorm(_Base):
-    """A LayerNorm with a gate, which no kernel computes."""
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, x.shape[-1:], self.weight) * nn.functional.silu(gate)
-
-
-class GeluGatedNorm(_Base):
-    """A gate by another activation."""
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return self.normed(x) * nn.functional.gelu(gate)
-
-
-class L2Norm(nn.Module):
-    """The root of the sum in the place of the mean, and no parameters."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-class ScalarNorm(nn.Module):
-    """One number for the whole row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (wide * self.temperature.float()).to(x.dtype)
-
-
-class NarrowOffsetNorm(_Base):
-    """``1 + w``, summed before it is widened."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (wide * (1.0 + self.weight).float()).to(x.dtype)
-
-
-class ScaledBeforeNorm(_Base):
-    """The gain, a rounding, then the norm."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = (x.float() * self.weight.float()).to(x.dtype).float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-class ImageNorm(nn.Module):
-    """LayerNorm over the channels of an image, through permuted views."""
-
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, 1e-6)
-        return y.permute(0, 3, 1, 2)
-
-
-class SequenceChannelNorm(nn.Module):
-    """RMSNorm over the channels of a sequence, its gain stored as a column; the result is contiguous."""
-
-    def __init__(self, dim: int = 64) -> None:
-        super().__init__()
-        self.g = nn.Parameter(torch.ones(dim, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-6)
-        return (wide * self.g.float()).to(x.dtype)
-
-
-class FlatNorm(_Base):
-    """Takes a matrix and nothing else."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, width = x.shape
-        return self.normed(x.view(tokens, width))
-
-
-class DeviationNorm(_Base):
-    """Divides by the standard deviation without subtracting the mean."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.var(-1, keepdim=True) + 1e-6) * self.weight.float()).to(x.dtype)
-
-
-class RootNorm(nn.Module):
-    """Returns what a row would be multiplied by."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype)
-
-
-class ManyArgumentsNorm(_Base):
-    """An adaptive norm."""
-
-    def forward(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return self.normed(x) * (1 + scale) + shift
-
-
-class _Shift(nn.Module):
-    """Adds a tenth."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.1
-
-
-class ActingNorm(_Base):
-    """A norm, a dropout and an activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.drop = nn.GELU(), nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.drop(self.normed(x)))
-
-
-class ActingFirstNorm(_Base):
-    """An activation before the norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = _Shift()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normed(self.act(x))
-
-
-class HiddenGateNorm(_Base):
-    """Its gate has a default that does not work."""
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (wide * self.weight.float() * gate.float().sigmoid()).to(x.dtype)
-
-
-class WideningNorm(_Base):
-    """Gives float32 under autocast, as ``F.layer_norm`` does on a GPU."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()
-        return wide if torch.is_autocast_enabled("cpu") else wide.to(x.dtype)
-
-
-class NarrowingNorm(_Base):
-    """Casts what it is given under autocast, the gain too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if torch.is_autocast_enabled("cpu"):
-            x, weight = (t.to(torch.get_autocast_dtype("cpu")) for t in (x, weight))
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (wide * weight.float()).to(x.dtype)

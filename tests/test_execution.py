@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import handwritten as hw
+import handwritten_kinds as hk
 import pytest
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ def originals(norm: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_result_that_autocast_widens_is_widened(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = swapped(hw.WideningNorm())
+    norm = swapped(hk.WideningNorm())
     x = torch.randn(5, 64).to(dtype)
     calls = originals(norm, monkeypatch)
     with torch.autocast("cpu", torch.bfloat16):
@@ -55,7 +56,7 @@ def test_a_result_that_autocast_widens_is_widened(dtype: torch.dtype, monkeypatc
 def test_what_autocast_narrows_on_the_way_is_left_to_the_original(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    norm = swapped(hw.NarrowingNorm())
+    norm = swapped(hk.NarrowingNorm())
     x = torch.randn(5, 64).to(dtype)
     calls = originals(norm, monkeypatch)
     with torch.autocast("cpu", torch.bfloat16):
@@ -79,14 +80,14 @@ def test_its_own_code_runs_in_dtypes_that_no_formula_covers(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("by", ["position", "name", "both"])
-@pytest.mark.parametrize("cls", [hw.GateBeforeNorm, hw.GateFirstNorm, hw.HiddenGateNorm])
+@pytest.mark.parametrize("cls", [hk.GateBeforeNorm, hk.GateFirstNorm, hk.HiddenGateNorm])
 def test_gates_are_found_by_position_and_by_name(
     cls: type[nn.Module], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norm = swapped(cls())
-    names = ["x", "z"] if cls is hw.GateBeforeNorm else ["x", "gate"]
+    names = ["x", "z"] if cls is hk.GateBeforeNorm else ["x", "gate"]
     given = dict(zip(names, torch.randn(2, 3, 64).unbind(0), strict=True))
-    order = names[::-1] if cls is hw.GateFirstNorm else names
+    order = names[::-1] if cls is hk.GateFirstNorm else names
     args = [given[name] for name in order]
     expected = modules.original_forward(norm, *args)
     calls = originals(norm, monkeypatch)
@@ -101,7 +102,7 @@ def test_gates_are_found_by_position_and_by_name(
 
 
 def test_a_gate_of_another_shape_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = swapped(hw.GateBeforeNorm())
+    norm = swapped(hk.GateBeforeNorm())
     calls = originals(norm, monkeypatch)
     x, gate = torch.randn(3, 64), torch.randn(64)
     assert norm(x, gate).shape == (3, 64) and len(calls) == 1
@@ -110,7 +111,7 @@ def test_a_gate_of_another_shape_goes_to_the_original(monkeypatch: pytest.Monkey
 
 
 def test_what_follows_the_norm_goes_on_running() -> None:
-    norm, x = swapped(hw.ActingNorm()), torch.randn(3, 64)
+    norm, x = swapped(hk.ActingNorm()), torch.randn(3, 64)
     seen: list[str] = []
     for name in ("drop", "act"):
         norm.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
@@ -121,11 +122,11 @@ def test_what_follows_the_norm_goes_on_running() -> None:
     torch.testing.assert_close(got, modules.original_forward(norm, x))
 
 
-@pytest.mark.parametrize("cls", [hw.ImageNorm, hw.SequenceChannelNorm])
+@pytest.mark.parametrize("cls", [hk.ImageNorm, hk.SequenceChannelNorm])
 @pytest.mark.parametrize("strided", [False, True])
 def test_channels_keep_the_strides_of_the_original(cls: type[nn.Module], strided: bool) -> None:
     norm = swapped(cls())
-    x = torch.randn(2, 64, 4, 6) if cls is hw.ImageNorm else torch.randn(2, 64, 6)
+    x = torch.randn(2, 64, 4, 6) if cls is hk.ImageNorm else torch.randn(2, 64, 6)
     if strided:
         x = x.transpose(1, -1).contiguous().transpose(1, -1)
     expected, got = modules.original_forward(norm, x), norm(x)
@@ -137,16 +138,16 @@ def test_channels_keep_the_strides_of_the_original(cls: type[nn.Module], strided
     ("cls", "shape"),
     [
         (hw.PerHeadNorm, (5, 4, 16)),
-        (hw.ScalarNorm, (5, 64)),
-        (hw.NarrowOffsetNorm, (5, 64)),
-        (hw.ScaledBeforeNorm, (5, 64)),
-        (hw.ImageNorm, (2, 64, 3, 2)),
-        (hw.GateFirstNorm, (5, 64)),
+        (hk.ScalarNorm, (5, 64)),
+        (hk.NarrowOffsetNorm, (5, 64)),
+        (hk.ScaledBeforeNorm, (5, 64)),
+        (hk.ImageNorm, (2, 64, 3, 2)),
+        (hk.GateFirstNorm, (5, 64)),
     ],
 )
 def test_gradients_are_the_originals(cls: type[nn.Module], shape: tuple[int, ...]) -> None:
     norm = swapped(cls())
-    inputs = [torch.randn(shape, requires_grad=True) for _ in range(2 if cls is hw.GateFirstNorm else 1)]
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(2 if cls is hk.GateFirstNorm else 1)]
     leaves, direction = [*inputs, *norm.parameters()], torch.randn(shape)
     found = torch.autograd.grad(norm(*inputs), leaves, direction)
     wanted = torch.autograd.grad(modules.original_forward(norm, *inputs), leaves, direction)
@@ -155,6 +156,6 @@ def test_gradients_are_the_originals(cls: type[nn.Module], shape: tuple[int, ...
 
 
 def test_what_it_runs_survives_pickling() -> None:
-    norm = swapped(hw.GateBeforeNorm())
+    norm = swapped(hk.GateBeforeNorm())
     before, after = modules.execution_of(norm), pickle.loads(pickle.dumps(modules.execution_of(norm)))
     assert (after.spec, after.backend, after.original) == (before.spec, before.backend, before.original)

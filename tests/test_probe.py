@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import handwritten as hw
+import handwritten_kinds as hk
 import pytest
 import torch
 from torch import nn
@@ -55,22 +56,22 @@ RIGHT = {
         rms(gate="silu", gate_position="after", gate_name="gate", gate_optional=True, own_code=("bfloat16", "float16")),
     ),
     "a gate before groups": (
-        hw.GateBeforeNorm(),
+        hk.GateBeforeNorm(),
         rms(gate="silu", gate_position="before", gate_name="z", groups=4, cast="before_gain", out="promote"),
     ),
-    "the gate first": (hw.GateFirstNorm(), rms(gate="sigmoid", gate_position="after", gate_name="gate")),
-    "a gate that has a default": (hw.HiddenGateNorm(), rms(gate="sigmoid", gate_position="after", gate_name="gate")),
-    "dropout and activation after it": (hw.ActingNorm(), rms(then=("drop", "act"))),
-    "L2": (hw.L2Norm(), NormSpec("rms", None, 1e-6, gain="none", gain_name=None, reduction="sum")),
-    "one number for a gain": (hw.ScalarNorm(), NormSpec("rms", None, 1e-6, gain_name="temperature")),
-    "1 + w in the weight's dtype": (hw.NarrowOffsetNorm(), rms(gain="1+w", offset_dtype="weight")),
-    "a gain before the norm": (hw.ScaledBeforeNorm(), rms(gain_position="before")),
+    "the gate first": (hk.GateFirstNorm(), rms(gate="sigmoid", gate_position="after", gate_name="gate")),
+    "a gate that has a default": (hk.HiddenGateNorm(), rms(gate="sigmoid", gate_position="after", gate_name="gate")),
+    "dropout and activation after it": (hk.ActingNorm(), rms(then=("drop", "act"))),
+    "L2": (hk.L2Norm(), NormSpec("rms", None, 1e-6, gain="none", gain_name=None, reduction="sum")),
+    "one number for a gain": (hk.ScalarNorm(), NormSpec("rms", None, 1e-6, gain_name="temperature")),
+    "1 + w in the weight's dtype": (hk.NarrowOffsetNorm(), rms(gain="1+w", offset_dtype="weight")),
+    "a gain before the norm": (hk.ScaledBeforeNorm(), rms(gain_position="before")),
     "channels of an image": (
-        hw.ImageNorm(),
+        hk.ImageNorm(),
         NormSpec("layer", 64, 1e-6, bias=True, bias_name="bias", axis="channels", rank=4, dense=False),
     ),
-    "channels of a sequence": (hw.SequenceChannelNorm(), rms(axis="channels", rank=3, gain_name="g")),
-    "rows in two dimensions only": (hw.FlatNorm(), rms(rank=2)),
+    "channels of a sequence": (hk.SequenceChannelNorm(), rms(axis="channels", rank=3, gain_name="g")),
+    "rows in two dimensions only": (hk.FlatNorm(), rms(rank=2)),
 }
 
 REFUSED = {
@@ -87,12 +88,12 @@ REFUSED = {
     hw.DetachedNorm: "its gradients are not those of its formula",
     hw.FrozenGainNorm: "its gradients are not those of its formula",
     hw.CountingNorm: "it changes its own attributes or buffers",
-    hw.ActingFirstNorm: "its norm does not simply stand before its other modules (act)",
-    hw.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
-    hw.DeviationNorm: "it divides by the standard deviation of a row that it does not centre",
-    hw.RootNorm: "it returns the shape [2, 4, 1] for [2, 4, 96]",
-    hw.ManyArgumentsNorm: "its forward takes (x, shift, scale), not a row, or a row and its gate",
-    hw.GeluGatedNorm: "it is no norm with a gate by silu or sigmoid",
+    hk.ActingFirstNorm: "its norm does not simply stand before its other modules (act)",
+    hk.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
+    hk.DeviationNorm: "it divides by the standard deviation of a row that it does not centre",
+    hk.RootNorm: "it returns the shape [2, 4, 1] for [2, 4, 96]",
+    hk.ManyArgumentsNorm: "its forward takes (x, shift, scale), not a row, or a row and its gate",
+    hk.GeluGatedNorm: "it is no norm with a gate by silu or sigmoid",
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import handwritten as hw
+import handwritten_kinds as hk
 import pytest
 import torch
 from torch import nn
@@ -27,20 +28,20 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm written out": lambda: hw.RMSNorm(16),
     "RMSNorm": lambda: nn.RMSNorm(16, eps=1e-6),
     "1 + w": lambda: hw.LlamaRMSNorm(16),
-    "1 + w in the weight's dtype": lambda: hw.NarrowOffsetNorm(16),
+    "1 + w in the weight's dtype": lambda: hk.NarrowOffsetNorm(16),
     "no gain, no eps": hw.BareNorm,
-    "L2": hw.L2Norm,
+    "L2": hk.L2Norm,
     "eps outside": lambda: hw.OutsideEpsNorm(16),
     "eps as a clamp": lambda: hw.NormalizeNorm(16),
     "grouped": lambda: hw.GroupedNorm(16),
     "partial": lambda: hw.PartialNorm(16),
     "per head": lambda: hw.PerHeadNorm(4, 16),
-    "one number for a gain": hw.ScalarNorm,
-    "a gain before": lambda: hw.ScaledBeforeNorm(16),
-    "a gate before": lambda: hw.GateBeforeNorm(16),
-    "a gate after": lambda: hw.GateFirstNorm(16),
+    "one number for a gain": hk.ScalarNorm,
+    "a gain before": lambda: hk.ScaledBeforeNorm(16),
+    "a gate before": lambda: hk.GateBeforeNorm(16),
+    "a gate after": lambda: hk.GateFirstNorm(16),
     "statistics in the input's dtype": lambda: hw.NarrowNorm(16),
-    "channels of a sequence": lambda: hw.SequenceChannelNorm(16),
+    "channels of a sequence": lambda: hk.SequenceChannelNorm(16),
 }
 
 

@@ -1,0 +1,191 @@
+"""Norms of the rarer kinds as people write them: gated, over channels, with another gain, or with something after."""
+
+from __future__ import annotations
+
+import torch
+from handwritten import RowNorm
+from torch import nn
+
+
+class GateBeforeNorm(RowNorm):
+    """A SiLU gate, then groups, then a second rounding, as in Mamba-2."""
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        wide = (x.float() * nn.functional.silu(z.float())).unflatten(-1, (4, -1))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.flatten(-2).to(x.dtype)
+
+
+class GateFirstNorm(RowNorm):
+    """Takes its gate before its row."""
+
+    def forward(self, gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float() * gate.float().sigmoid()).to(x.dtype)
+
+
+class GatedLayerNorm(RowNorm):
+    """A LayerNorm with a gate, which no kernel computes."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:], self.weight) * nn.functional.silu(gate)
+
+
+class GeluGatedNorm(RowNorm):
+    """A gate by another activation."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.normed(x) * nn.functional.gelu(gate)
+
+
+class L2Norm(nn.Module):
+    """The root of the sum in the place of the mean, and no parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class ScalarNorm(nn.Module):
+    """One number for the whole row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.temperature.float()).to(x.dtype)
+
+
+class NarrowOffsetNorm(RowNorm):
+    """``1 + w``, summed before it is widened."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * (1.0 + self.weight).float()).to(x.dtype)
+
+
+class ScaledBeforeNorm(RowNorm):
+    """The gain, a rounding, then the norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = (x.float() * self.weight.float()).to(x.dtype).float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class ImageNorm(nn.Module):
+    """LayerNorm over the channels of an image, through permuted views."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.layer_norm(x.permute(0, 2, 3, 1), self.weight.shape, self.weight, self.bias, 1e-6)
+        return y.permute(0, 3, 1, 2)
+
+
+class SequenceChannelNorm(nn.Module):
+    """RMSNorm over the channels of a sequence, its gain stored as a column; the result is contiguous."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(dim, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-6)
+        return (wide * self.g.float()).to(x.dtype)
+
+
+class FlatNorm(RowNorm):
+    """Takes a matrix and nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, width = x.shape
+        return self.normed(x.view(tokens, width))
+
+
+class DeviationNorm(RowNorm):
+    """Divides by the standard deviation without subtracting the mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.var(-1, keepdim=True) + 1e-6) * self.weight.float()).to(x.dtype)
+
+
+class RootNorm(nn.Module):
+    """Returns what a row would be multiplied by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+class ManyArgumentsNorm(RowNorm):
+    """An adaptive norm."""
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return self.normed(x) * (1 + scale) + shift
+
+
+class _Shift(nn.Module):
+    """Adds a tenth."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1
+
+
+class ActingNorm(RowNorm):
+    """A norm, a dropout and an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.drop(self.normed(x)))
+
+
+class ActingFirstNorm(RowNorm):
+    """An activation before the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = _Shift()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(self.act(x))
+
+
+class HiddenGateNorm(RowNorm):
+    """Its gate has a default that does not work."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float() * gate.float().sigmoid()).to(x.dtype)
+
+
+class WideningNorm(RowNorm):
+    """Gives float32 under autocast, as ``F.layer_norm`` does on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()
+        return wide if torch.is_autocast_enabled("cpu") else wide.to(x.dtype)
+
+
+class NarrowingNorm(RowNorm):
+    """Casts what it is given under autocast, the gain too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if torch.is_autocast_enabled("cpu"):
+            x, weight = (t.to(torch.get_autocast_dtype("cpu")) for t in (x, weight))
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide * weight.float()).to(x.dtype)
