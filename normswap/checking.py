@@ -32,7 +32,12 @@ def check_swap(module: nn.Module, name: str, spec: NormSpec, backend: str) -> No
     loaded = bool(tensors) and not any(tensor.is_meta for tensor in tensors)
     device = tensors[0].device if loaded else torch.device("cpu")
     replica = Replica(module, device)
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
         torch.manual_seed(0)
         for own in (True, False) if loaded else (False,):
             if own:

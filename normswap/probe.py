@@ -135,7 +135,13 @@ def _find(replica: Replica) -> NormSpec:
 def _quiet() -> Iterator[None]:
     """Keep the caller's random state, and its screen clean of what odd dtypes make torch say."""
     # Tensors made in inference mode can be neither watched nor differentiated.
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         torch.manual_seed(20240229)
         yield

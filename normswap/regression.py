@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from normswap.proof import ELEMENTS, evaluate, gates, relative, row_count, rows, try_run
-from normswap.replica import Arrangement, Replica, Unfit
+from normswap.replica import Arrangement, NotRun, Replica, Unfit
 from normswap.signatures import required_names
 from normswap.spec import NormSpec, dtype_name
 
@@ -74,7 +74,8 @@ def _first_fit(replica: Replica) -> NormSpec:
         except Unfit as unfit:
             if isinstance(unfit, _NoNorm) and len(order) == 1:
                 raise Unfit(str(unfit)) from None
-            if first is None or (unfit.is_norm and not first.is_norm):
+            # The first that it says of rows that it takes; of others, it says nothing.
+            if first is None or (isinstance(first, NotRun) and not isinstance(unfit, NotRun)):
                 first = unfit
     assert first is not None
     raise Unfit(str(first), is_norm=first.is_norm)
@@ -96,6 +97,8 @@ def _fit(replica: Replica) -> NormSpec:
         if not y.isfinite().all():
             raise Unfit("it returns values that are not finite for an ordinary input")
         if relative(replica.run(4 * x, gate), y) > 1e-3:
+            if gate is not None and relative(replica.run(4 * x, 4 * gate), y) < 1e-3:
+                raise Unfit("it normalises a mixture of its two inputs, which is not swapped", is_norm=True)
             raise _NoNorm("it does not normalise: its output changes with the scale of its input")
     trial = _Trial(x, gate, y)
     for candidate in _plain_candidates(replica, gate is not None):

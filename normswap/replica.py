@@ -15,7 +15,7 @@ from normswap.distributed import held
 from normswap.signatures import parameter_names, required_names, takes_a_dictionary
 from normswap.wrapping import has_own_forward, original_class, plain_state
 
-__all__ = ["Arrangement", "Replica", "Unfit", "bare", "followers", "original_class"]
+__all__ = ["Arrangement", "NotRun", "Replica", "Unfit", "bare", "followers", "original_class"]
 
 # Length of a row for a norm that has no parameters to say it: with many divisors, for grouped ones.
 _ANY_WIDTH = 96
@@ -31,6 +31,10 @@ class Unfit(Exception):
     def __init__(self, reason: str, *, is_norm: bool = False) -> None:
         super().__init__(reason)
         self.is_norm = is_norm
+
+
+class NotRun(Unfit):
+    """The module fails on an input of this arrangement, or returns another shape: it may take another one."""
 
 
 class Replica:
@@ -208,7 +212,7 @@ class Replica:
             y = self.cls.forward(self.module, **arguments)
         except Exception as error:
             words = " ".join(str(error).split())[:80] or type(error).__name__
-            raise Unfit(f"it does not run on rows of {self.width} numbers ({words})") from None
+            raise NotRun(f"it does not run on rows of {self.width} numbers ({words})") from None
         if not torch.equal(given.detach().nan_to_num(1.0), before.nan_to_num(1.0)):
             raise Unfit("it changes its input in place")
         if self._state() != state:
@@ -216,7 +220,7 @@ class Replica:
         if not isinstance(y, torch.Tensor):
             raise Unfit(f"it returns a {type(y).__name__}, not one tensor", is_norm=False)
         if y.shape != given.shape:
-            raise Unfit(f"it returns the shape {list(y.shape)} for {list(given.shape)}")
+            raise NotRun(f"it returns the shape {list(y.shape)} for {list(given.shape)}")
         if not y.is_floating_point():
             raise Unfit(f"it returns {y.dtype}")
         if arranged or self.arrangement == "rows":

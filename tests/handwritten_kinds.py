@@ -189,3 +189,17 @@ class NarrowingNorm(RowNorm):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return (wide * weight.float()).to(x.dtype)
+
+
+class MaximumNorm(nn.Module):
+    """Forgets the scale of a row by its largest element."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.abs().amax(-1, keepdim=True)
+
+
+class SummingNorm(RowNorm):
+    """Adds a residual before it normalises."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.normed(x + residual)

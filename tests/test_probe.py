@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import normswap
+from normswap import modules
 from normswap.plan import make_plan
 from normswap.probe import Refusal, probe, settings_key
 from normswap.replica import Replica
@@ -89,6 +91,8 @@ REFUSED = {
     hw.FrozenGainNorm: "its gradients are not those of its formula",
     hw.CountingNorm: "it changes its own attributes or buffers",
     hk.ActingFirstNorm: "its norm does not simply stand before its other modules (act)",
+    hk.MaximumNorm: "it is neither RMSNorm nor LayerNorm over the last dimension",
+    hk.SummingNorm: "it normalises a mixture of its two inputs",
     hk.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
     hk.DeviationNorm: "it divides by the standard deviation of a row that it does not centre",
     hk.RootNorm: "it returns the shape [2, 4, 1] for [2, 4, 96]",
@@ -194,3 +198,11 @@ def test_probing_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(make_plan(model).swaps) == 160
     # For each of the two distinct norms about sixty runs of a sixteenth of a million numbers.
     assert 50 < len(numbers) < 200 and sum(numbers) < 25e6
+
+
+def test_autocast_around_it_changes_nothing() -> None:
+    norm = hk.NarrowingNorm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe(norm) == probe(hk.NarrowingNorm()) == replace(rms(), input_name="x")
+        normswap.patch(norm)
+    assert isinstance(norm, modules.FusedNorm)
