@@ -84,7 +84,8 @@ def summary(figures: Figures, installed: Mapping[str, str | None]) -> str:
         ),
         "",
         f"{_own_code(figures)} In the runs of whole models {reached:,} swapped norms were called, and "
-        f"{originals or 'none'} of them went back to the original's code.",
+        f"{originals or 'none'} of them went back to the original's code; "
+        f"for {len(figures.not_run)} models the zoo finds no inputs.",
     ]
     missed = [entry for entry in figures.refused if not entry.kind]
     if missed:
