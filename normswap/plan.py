@@ -19,9 +19,6 @@ from normswap.spec import NormSpec
 
 __all__ = ["Decision", "Plan", "make_plan"]
 
-# How the probe ends its reason for what normalises, but not rows.
-_NOT_OF_ROWS = "not over the last dimension"
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -177,7 +174,7 @@ def make_plan(
         cls = original_class(module).__name__
         names_of[name] = names = aliases.get(module, [name])
         if isinstance(result, Refusal):
-            decisions.append(Decision(name, cls, "refuse", result.reason, None, key, _may_be_of_rows(module, result)))
+            decisions.append(Decision(name, cls, "refuse", result.reason, None, key, result.of_rows))
         elif wanted and not _any_match(names, wanted):
             decisions.append(Decision(name, cls, "refuse", "not among the included names", result, key))
         elif _any_match(names, unwanted):
@@ -188,11 +185,6 @@ def make_plan(
     around = {parent for decision in decisions for parent in _parents(decision.name)}
     apart = (replace(d, of_rows=False) if d.action == "refuse" and d.name in around else d for d in decisions)
     return Plan(tuple(apart), find_code_norms(model, norms))
-
-
-def _may_be_of_rows(module: nn.Module, refusal: Refusal) -> bool:
-    # A frozen BatchNorm is known by the statistics that it keeps.
-    return not refusal.reason.endswith(_NOT_OF_ROWS) and not hasattr(module, "running_var")
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -31,9 +31,11 @@ class Refusal:
 
     Attributes:
         reason: one clause that a person can act on.
+        of_rows: whether it may be a norm of rows; a BatchNorm is none.
     """
 
     reason: str
+    of_rows: bool = True
 
 
 def probe(module: nn.Module) -> NormSpec | Refusal | None:
@@ -59,7 +61,9 @@ def probe(module: nn.Module) -> NormSpec | Refusal | None:
         with _quiet():
             return _find(Replica(module))
     except Unfit as unfit:
-        return Refusal(str(unfit)) if named or unfit.is_norm else None
+        # A frozen BatchNorm is known by the statistics that it keeps.
+        of_rows = unfit.of_rows and not hasattr(module, "running_var")
+        return Refusal(str(unfit), of_rows) if named or unfit.is_norm else None
 
 
 def settings_key(module: nn.Module) -> Hashable:
@@ -90,9 +94,11 @@ def _is_candidate(module: nn.Module) -> bool:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
     if isinstance(module, (nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)):
-        raise Unfit(f"{cls.__name__} normalises over channels, not over the last dimension")
+        raise Unfit(f"{cls.__name__} normalises over channels, not over the last dimension", of_rows=False)
     if isinstance(module, (nn.modules.batchnorm._NormBase, nn.SyncBatchNorm)):
-        raise Unfit(f"{cls.__name__} normalises over the batch or over positions, not over the last dimension")
+        raise Unfit(
+            f"{cls.__name__} normalises over the batch or over positions, not over the last dimension", of_rows=False
+        )
     if cls.__module__.startswith("torch.nn."):
         return False
     if isinstance(module, (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)):

@@ -26,11 +26,17 @@ Arrangement = Literal["rows", "flat", "image", "sequence"]
 
 
 class Unfit(Exception):
-    """The module cannot be recognised, with the reason; `is_norm` if it behaves like a norm all the same."""
+    """The module cannot be recognised, with the reason.
 
-    def __init__(self, reason: str, *, is_norm: bool = False) -> None:
+    Attributes:
+        is_norm: whether it behaves like a norm all the same.
+        of_rows: whether it may be a norm of rows; a BatchNorm is none.
+    """
+
+    def __init__(self, reason: str, *, is_norm: bool = False, of_rows: bool = True) -> None:
         super().__init__(reason)
         self.is_norm = is_norm
+        self.of_rows = of_rows
 
 
 class NotRun(Unfit):
