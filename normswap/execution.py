@@ -58,7 +58,7 @@ class Execution:
         self._autocast: dict[tuple[str | torch.dtype | None, ...], Callable[..., Tensor] | None] = {}
         # A row along the last dimension and parameters as the kernels take them: the usual case, and the short way.
         self._parameter_dim = 2 if spec.heads > 1 else 1
-        self._direct = spec.axis == "last" and spec.gain_position == "after" and spec.offset_dtype == "float32"
+        self._direct = (spec.axis, spec.joins, spec.gain_position, spec.offset_dtype) == ("last", 1, "after", "float32")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Execution, (self.spec, self.backend, self.original)
@@ -109,7 +109,7 @@ class Execution:
                 y: Tensor = self.original.forward(module, *args, **kwargs)
             return y
 
-        if self.spec.axis != "last":
+        if self.spec.axis != "last" or self.spec.joins > 1:
             return original()
         return distributed.run(functools.partial(self._prepared, call), *tensors, original)
 
@@ -195,7 +195,7 @@ def _nearly_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _few_rows(x: Tensor, spec: NormSpec) -> Tensor:
-    keep = (1,) if spec.axis == "channels" else range(x.dim() - (2 if spec.heads > 1 else 1), x.dim())
+    keep = (1,) if spec.axis == "channels" else range(x.dim() - (2 if max(spec.heads, spec.joins) > 1 else 1), x.dim())
     for dim in range(x.dim()):
         if dim not in keep:
             x = x.narrow(dim, 0, min(4, x.size(dim)))

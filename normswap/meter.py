@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -128,8 +128,9 @@ class NormMeter:
         self.calls += 1
         if swapped.numel() == 0:
             return
-        given, spec = self.spec, replace(self.spec, axis="last")
-        x, original, swapped = (given.rows(t.detach()) for t in (x, original, swapped))
+        given, spec = self.spec, self.spec.plain()
+        x = given.rows(x.detach())
+        original, swapped = (given.result_rows(t.detach()) for t in (original, swapped))
         gate = None if gate is None else given.rows(gate.detach())
         rounding = spec.rounding(x.dtype, None if gain is None else gain.dtype)
         self.dtype, self.middle, self.twice = original.dtype, rounding.middle, rounding.twice
@@ -243,6 +244,8 @@ def trial_inputs(spec: NormSpec) -> Iterator[dict[str, torch.Tensor]]:
 
 def _as_input(spec: NormSpec, rows: torch.Tensor) -> torch.Tensor:
     """Bring rows ``(A, B, ...)`` into what a norm takes: as they are, or as channels of an image or a sequence."""
+    if spec.joins > 1:
+        return rows.unflatten(-1, (spec.joins, -1))
     if spec.axis == "channels":
         rows = rows.movedim(-1, 1).contiguous()
         return rows.unsqueeze(-1) if spec.rank == 4 else rows

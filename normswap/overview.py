@@ -152,7 +152,7 @@ def spec_words(spec: Mapping[str, Any], widths: Sequence[int] = ()) -> str:
     if spec.get("axis") == "channels":
         parts.append("over channels")
     if spec.get("groups", 1) > 1:
-        parts.append(f"{spec['groups']} groups a row")
+        parts.append(f"{spec['groups']} {'heads that it joins' if spec.get('joins', 1) > 1 else 'groups a row'}")
     if spec.get("partial"):
         parts.append(f"statistics of the first {spec['partial']} columns")
     position = {"outside": " outside the root", "clamp": " at least"}.get(spec.get("eps_position", ""), "")

@@ -190,7 +190,7 @@ def _is_followed(replica: Replica, x: torch.Tensor, order: Iterable[str], traini
 
 def evaluate(replica: Replica, spec: NormSpec, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a spec on a replica's tensors, for rows as `Replica.run` takes and gives them."""
-    spec = replace(spec, axis="last")
+    spec = spec.plain()
     return spec.compute(x, replica.get(spec.gain_name), replica.get(spec.bias_name), gate)
 
 
@@ -206,7 +206,7 @@ def disagreement(
         tensors: the original's parameters by name.
         y: its result.
     """
-    spec = replace(spec, axis="last")
+    spec = spec.plain()
     gain, bias = (None if name is None else tensors[name] for name in (spec.gain_name, spec.bias_name))
     where = spec.rounding(x.dtype, None if gain is None else gain.dtype)
     pair = f"{dtype_name(x.dtype)} input" + (f", {dtype_name(gain.dtype)} gain" if gain is not None else "")

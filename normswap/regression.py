@@ -25,7 +25,7 @@ _GATES: tuple[tuple[Literal["before", "after"], Literal["silu", "sigmoid"]], ...
     ("before", "sigmoid"),
     ("after", "sigmoid"),
 )
-_RANKS: dict[Arrangement, int | None] = {"rows": None, "flat": 2, "sequence": 3, "image": 4}
+_RANKS: dict[Arrangement, int | None] = {"rows": None, "flat": 2, "sequence": 3, "image": 4, "heads": 4}
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ def find_formula(replica: Replica) -> NormSpec:
     spec = replace(_first_fit(replica), eps=1.0)
     spec = replace(spec, input_name=replica.input_name, gate_name=replica.gate_name)
     if replica.arrangement != "rows":
-        axis: Literal["last", "channels"] = "last" if replica.arrangement == "flat" else "channels"
+        axis: Literal["last", "channels"] = "channels" if replica.arrangement in ("image", "sequence") else "last"
         x = replica.arrange(rows(replica, 8))
         y = replica.run(x, None if spec.gate is None else x, arranged=True)
-        spec = replace(spec, axis=axis, rank=_RANKS[replica.arrangement], dense=y.is_contiguous())
+        rank = _RANKS[replica.arrangement]
+        spec = replace(spec, axis=axis, rank=rank, joins=replica.joins, dense=y.is_contiguous())
     eps, position = _find_eps(replica, spec)
     spec = replace(spec, eps=eps, eps_position=position)
     return _with_optional_gate(replica, spec) if spec.gate is None else spec
@@ -64,11 +65,14 @@ def _first_fit(replica: Replica) -> NormSpec:
         row = [*required, *replica.names][0]
         # A gate may be required in fact, though it has a default.
         orders = [[row], *([row, name] for name in replica.names[:3] if name != row)]
-    arrangements: list[Arrangement] = ["rows", "flat", "image", "sequence"] if len(replica.shape) == 1 else ["rows"]
+    arrangements: list[tuple[Arrangement, int]] = [("rows", 1)]
+    if len(replica.shape) == 1:
+        arrangements += [("flat", 1), ("image", 1), ("sequence", 1)]
+        arrangements += [("heads", heads) for heads in replica.head_counts()]
     first: Unfit | None = None
-    for order, arrangement in itertools.product(orders, arrangements):
+    for order, (arrangement, joins) in itertools.product(orders, arrangements):
         replica.input_name, replica.gate_name = order[0], order[1] if len(order) == 2 else None
-        replica.arrangement = arrangement
+        replica.arrangement, replica.joins = arrangement, joins
         try:
             return _fit(replica)
         except Unfit as unfit:

@@ -21,8 +21,12 @@ __all__ = ["Arrangement", "NotRun", "Replica", "Unfit", "bare", "followers", "or
 _ANY_WIDTH = 96
 _MOST_CHILDREN = 3
 
-Arrangement = Literal["rows", "flat", "image", "sequence"]
-"""How rows lie in what a module takes: ``(..., width)``, ``(N, width)``, ``(N, width, H, W)`` or ``(N, width, L)``."""
+Arrangement = Literal["rows", "flat", "image", "sequence", "heads"]
+"""How rows lie in what a module takes.
+
+``(..., width)``, ``(N, width)``, ``(N, width, H, W)``, ``(N, width, L)``, or ``(N, L, heads, width / heads)`` with
+whole rows as the result.
+"""
 
 
 class Unfit(Exception):
@@ -57,6 +61,7 @@ class Replica:
         sized: whether a parameter or a setting says so; a norm without takes rows of any length.
         tensors: name to tensor, parameters and buffers alike; the copy reads these very tensors.
         arrangement: how `run` hands rows over.
+        joins: heads of a row in the arrangement ``"heads"``.
         names: what its forward calls its arguments.
         input_name: the argument that takes the row.
         gate_name: the argument that takes a gate; None where none is given to it.
@@ -79,6 +84,7 @@ class Replica:
         self.tensors: dict[str, torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.arrangement: Arrangement = "rows"
+        self.joins = 1
         self.names = parameter_names(self.cls)
         self.input_name = self.names[0] if self.names else "x"
         self.gate_name: str | None = None
@@ -134,6 +140,11 @@ class Replica:
             if isinstance(value, float) and value > 0:
                 yield value
 
+    def head_counts(self) -> list[int]:
+        """Return how many heads a row may have: settings of the module, where another is the length of such a head."""
+        numbers = {value for value in vars(self.module).values() if type(value) is int and 1 < value < self.width}
+        return sorted(number for number in numbers if self.width / number in numbers)
+
     def randomise(self, dtype: torch.dtype, *, wide: bool = False) -> None:
         """Give the copy fresh random tensors of this dtype.
 
@@ -188,6 +199,8 @@ class Replica:
             return x.reshape(-1, *self.shape)
         if self.arrangement == "rows":
             return x
+        if self.arrangement == "heads":
+            return x.unflatten(-1, (self.joins, -1))
         x = x.reshape(2, -1, self.width).movedim(-1, 1).contiguous()
         return x.unflatten(-1, (-1, 2)) if self.arrangement == "image" else x
 
@@ -225,11 +238,11 @@ class Replica:
             raise Unfit("it changes its own attributes or buffers when it runs")
         if not isinstance(y, torch.Tensor):
             raise Unfit(f"it returns a {type(y).__name__}, not one tensor", is_norm=False)
-        if y.shape != given.shape:
+        if y.shape != (given.flatten(-2) if self.arrangement == "heads" else given).shape:
             raise NotRun(f"it returns the shape {list(y.shape)} for {list(given.shape)}")
         if not y.is_floating_point():
             raise Unfit(f"it returns {y.dtype}")
-        if arranged or self.arrangement == "rows":
+        if arranged or self.arrangement in ("rows", "heads"):
             return y
         return (y if self.arrangement == "flat" else y.flatten(2).movedim(1, -1)).reshape(x.shape)
 

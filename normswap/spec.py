@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -77,6 +77,8 @@ class NormSpec:
         axis: ``"last"``, or ``"channels"``: the rows lie along dimension 1, as in ``(N, C, H, W)``.
         rank: number of dimensions of its input, where it takes no other; else None.
         dense: whether the result of a contiguous input over channels is contiguous; else it is a permuted view.
+        joins: heads that its input is split in, ``(..., joins, width / joins)``, while its result has whole rows
+            ``(..., width)``; else 1.
         then: child modules that it applies to the result in turn (dropout, an activation); they go on running as they
             are.
         own_code: dtypes of the input (``"bfloat16"``), or pairs of input and gain (``"bfloat16+float32"``), in which
@@ -108,6 +110,7 @@ class NormSpec:
     axis: Literal["last", "channels"] = "last"
     rank: int | None = None
     dense: bool = True
+    joins: int = 1
     then: tuple[str, ...] = ()
     own_code: tuple[str, ...] = ()
 
@@ -141,8 +144,18 @@ class NormSpec:
         return Rounding(middle, out, out if self.bias and middle is not None else product)
 
     def rows(self, x: _Tensor) -> _Tensor:
-        """View an input or a result with its rows along the last dimension."""
+        """View an input or a gate with its rows whole along the last dimension."""
+        if self.joins > 1:
+            x = x.flatten(-2)
         return x.movedim(1, -1) if self.axis == "channels" else x
+
+    def result_rows(self, y: _Tensor) -> _Tensor:
+        """View a result with its rows along the last dimension."""
+        return y.movedim(1, -1) if self.axis == "channels" else y
+
+    def plain(self) -> NormSpec:
+        """Return the same for rows as `rows` gives them."""
+        return replace(self, axis="last", joins=1)
 
     def scale(self, gain: _Tensor | None, dtype: torch.dtype) -> _Tensor | None:
         """Return the effective gain, ``w`` or ``1 + w``, in ``dtype``, in a shape that broadcasts against `rows`."""

@@ -203,3 +203,19 @@ class SummingNorm(RowNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self.normed(x + residual)
+
+
+class JoiningNorm(RowNorm):
+    """Takes heads apart and gives them joined, as xLSTM's does."""
+
+    def __init__(self, heads: int = 4, size: int = 16) -> None:
+        super().__init__(heads * size)
+        self.heads, self.size = heads, size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, heads, size = x.shape
+        assert (heads, size) == (self.heads, self.size)
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return wide.to(x.dtype).reshape(batch, length, -1) * self.weight

@@ -110,6 +110,15 @@ def test_a_gate_of_another_shape_goes_to_the_original(monkeypatch: pytest.Monkey
         norm(x)
 
 
+def test_heads_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = swapped(hk.JoiningNorm()), torch.randn(2, 5, 4, 16)
+    expected = modules.original_forward(norm, x)
+    calls = originals(norm, monkeypatch)
+    got = norm(x)
+    assert calls == [] and got.shape == (2, 5, 64)
+    torch.testing.assert_close(got, expected)
+
+
 def test_what_follows_the_norm_goes_on_running() -> None:
     norm, x = swapped(hk.ActingNorm()), torch.randn(3, 64)
     seen: list[str] = []

@@ -73,6 +73,10 @@ RIGHT = {
         NormSpec("layer", 64, 1e-6, bias=True, bias_name="bias", axis="channels", rank=4, dense=False),
     ),
     "channels of a sequence": (hk.SequenceChannelNorm(), rms(axis="channels", rank=3, gain_name="g")),
+    "heads that it joins": (
+        hk.JoiningNorm(),
+        rms(kind="layer", groups=4, joins=4, rank=4, cast="before_gain", out="promote"),
+    ),
     "rows in two dimensions only": (hk.FlatNorm(), rms(rank=2)),
 }
 

@@ -168,10 +168,12 @@ def _arrangement(norm: nn.Module, spec: NormSpec, row: tuple[int, ...]) -> _Arra
             lambda x: x.movedim(0, -1)[None].unsqueeze(-1).contiguous(),
             lambda x: x.movedim(0, -1)[None].contiguous(),
         )
+    if spec.joins > 1:
+        ways = (lambda x: x.unflatten(-1, (spec.joins, -1))[None],)
     for way in ways:
         x = way(torch.ones(4, *row))
         y = _try(norm, _arguments(spec, x, x if spec.gate is not None else None))
-        if y is not None and y.shape == x.shape:
+        if y is not None and y.shape == (x.flatten(-2) if spec.joins > 1 else x).shape:
             return way
     raise ValueError(f"{type(norm).__name__} runs on no arrangement of rows {row}")
 
