@@ -12,6 +12,7 @@ from normswap.meter import NormMeter, trial_inputs
 from normswap.modules import original_forward, swap, unswap
 from normswap.replica import Replica
 from normswap.spec import NormSpec
+from normswap.surroundings import plain_surroundings
 from normswap.wrapping import plain_state
 
 __all__ = ["check_swap"]
@@ -32,13 +33,7 @@ def check_swap(module: nn.Module, name: str, spec: NormSpec, backend: str) -> No
     loaded = bool(tensors) and not any(tensor.is_meta for tensor in tensors)
     device = tensors[0].device if loaded else torch.device("cpu")
     replica = Replica(module, device)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.random.fork_rng(devices=[]),
-    ):
-        torch.manual_seed(0)
+    with plain_surroundings(0), torch.autocast(device.type, enabled=False):
         for own in (True, False) if loaded else (False,):
             if own:
                 replica.adopt(module)

@@ -72,7 +72,7 @@ class Execution:
             x, gate = args[0], None
         else:
             x, gate = self.bind(args, kwargs)
-        if x is None or _transformed():
+        if x is None or (self.spec.ranks and x.dim() not in self.spec.ranks) or _transformed():
             return self.original.forward(module, *args, **kwargs)
         spec = self.spec
         gain = None if spec.gain_name is None else getattr(module, spec.gain_name)
@@ -219,6 +219,8 @@ def _call(spec: NormSpec, where: Rounding, backend: str, *, gated: bool) -> Call
         options["partial"] = spec.partial
     if spec.reduction != "mean":
         options["reduction"] = spec.reduction
+    if where.scale is not None:
+        options["scale_dtype"] = where.scale
     return functools.partial(_OPERATIONS[spec.kind], **options)
 
 

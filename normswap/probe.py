@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from normswap.proof import prove, prove_extremes, prove_followers, prove_gradients, prove_invariance
+from normswap.proof import prove, prove_any_width, prove_extremes, prove_followers, prove_gradients, prove_invariance
 from normswap.regression import find_formula
 from normswap.replica import Replica, Unfit, followers, original_class
 from normswap.roundings import DTYPE_PAIRS, find_rounding
 from normswap.spec import NormSpec
+from normswap.surroundings import plain_surroundings
 from normswap.wrapping import has_own_forward, plain_state
 
 __all__ = ["Refusal", "probe", "settings_key"]
@@ -54,11 +54,13 @@ def probe(module: nn.Module) -> NormSpec | Refusal | None:
         None for a module that is no norm.
     """
     name = original_class(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        name = str(getattr(module, "original_name", name))
     named = _NAMED_LIKE_A_NORM.search(name) is not None
     try:
         if not _is_candidate(module):
             return None
-        with _quiet():
+        with plain_surroundings(20240229):
             return _find(Replica(module))
     except Unfit as unfit:
         # A frozen BatchNorm is known by the statistics that it keeps.
@@ -68,10 +70,12 @@ def probe(module: nn.Module) -> NormSpec | Refusal | None:
 
 def settings_key(module: nn.Module) -> Hashable:
     """Return what tells apart two modules that may compute differently: class, settings, tensor shapes."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return id(module)
     state = plain_state(module)
     plain = {name: value for name, value in state.items() if name not in _NO_SETTINGS}
     tensors = {
-        name: None if tensor is None else (tuple(tensor.shape), tensor.is_floating_point())
+        name: None if tensor is None or is_lazy(tensor) else (tuple(tensor.shape), tensor.is_floating_point())
         for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items())
     }
     plain = {name: value if _is_plain(value) else id(value) for name, value in plain.items()}
@@ -91,6 +95,8 @@ def _is_plain(value: object) -> bool:
 
 def _is_candidate(module: nn.Module) -> bool:
     cls = original_class(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Unfit("it was compiled by torch.jit, and has no forward of Python's any more")
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
     if isinstance(module, (nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)):
@@ -131,23 +137,9 @@ def _find(replica: Replica) -> NormSpec:
     prove(replica, spec, ((torch.float32, torch.float32),))
     spec = find_rounding(replica, spec)
     prove(replica, spec, DTYPE_PAIRS)
-    prove_invariance(replica, spec)
+    if spec.width is None:
+        prove_any_width(replica, spec)
+    spec = prove_invariance(replica, spec)
     prove_extremes(replica, spec)
     prove_gradients(replica, spec)
     return prove_followers(replica, spec)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the caller's random state, and its screen clean of what odd dtypes make torch say."""
-    # Tensors made in inference mode can be neither watched nor differentiated.
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        torch.manual_seed(20240229)
-        yield

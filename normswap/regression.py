@@ -25,7 +25,7 @@ _GATES: tuple[tuple[Literal["before", "after"], Literal["silu", "sigmoid"]], ...
     ("before", "sigmoid"),
     ("after", "sigmoid"),
 )
-_RANKS: dict[Arrangement, int | None] = {"rows": None, "flat": 2, "sequence": 3, "image": 4, "heads": 4}
+_RANKS: dict[Arrangement, int] = {"flat": 2, "sequence": 3, "image": 4, "heads": 4}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def find_formula(replica: Replica) -> NormSpec:
         axis: Literal["last", "channels"] = "channels" if replica.arrangement in ("image", "sequence") else "last"
         x = replica.arrange(rows(replica, 8))
         y = replica.run(x, None if spec.gate is None else x, arranged=True)
-        rank = _RANKS[replica.arrangement]
-        spec = replace(spec, axis=axis, rank=rank, joins=replica.joins, dense=y.is_contiguous())
+        ranks = (_RANKS[replica.arrangement],)
+        spec = replace(spec, axis=axis, ranks=ranks, joins=replica.joins, dense=y.is_contiguous())
     eps, position = _find_eps(replica, spec)
     spec = replace(spec, eps=eps, eps_position=position)
     return _with_optional_gate(replica, spec) if spec.gate is None else spec
@@ -67,8 +67,10 @@ def _first_fit(replica: Replica) -> NormSpec:
         orders = [[row], *([row, name] for name in replica.names[:3] if name != row)]
     arrangements: list[tuple[Arrangement, int]] = [("rows", 1)]
     if len(replica.shape) == 1:
-        arrangements += [("flat", 1), ("image", 1), ("sequence", 1)]
+        arrangements += [("image", 1), ("sequence", 1)]
         arrangements += [("heads", heads) for heads in replica.head_counts()]
+        # Last, since a matrix of rows looks the same to a norm over channels.
+        arrangements += [("flat", 1)]
     first: Unfit | None = None
     for order, (arrangement, joins) in itertools.product(orders, arrangements):
         replica.input_name, replica.gate_name = order[0], order[1] if len(order) == 2 else None
@@ -100,6 +102,8 @@ def _fit(replica: Replica) -> NormSpec:
             raise Unfit(f"it returns {dtype_name(y.dtype)} for a float32 input and float32 parameters")
         if not y.isfinite().all():
             raise Unfit("it returns values that are not finite for an ordinary input")
+        if not torch.equal(replica.run(x, gate), y):
+            raise Unfit("it gives another result the second time", is_norm=True)
         if relative(replica.run(4 * x, gate), y) > 1e-3:
             if gate is not None and relative(replica.run(4 * x, 4 * gate), y) < 1e-3:
                 raise Unfit("it normalises a mixture of its two inputs, which is not swapped", is_norm=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from normswap.distributed import held
 from normswap.signatures import parameter_names, required_names, takes_a_dictionary
@@ -98,11 +100,10 @@ class Replica:
         return self.shape[-1]
 
     def _find_shape(self, module: nn.Module) -> tuple[int, ...]:
-        shapes = {
-            name: tuple(tensor.shape)
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        }
+        tensors = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+        if any(is_lazy(tensor) for tensor in tensors.values()):
+            raise Unfit("its parameters have no shapes yet: run the model once before")
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._shapes = shapes
         for name in shapes:
             dtype = getattr(module, name).dtype
@@ -184,10 +185,14 @@ class Replica:
         return None if name is None else self.tensors[name]
 
     def _state(self) -> dict[str, object]:
-        """What a call may not change: plain settings, and each tensor with its count of in-place writes."""
-        plain: dict[str, object] = {name: value for name, value in vars(self.module).items() if _plain(value)}
+        """What a call may not change: its attributes, and each tensor with its count of in-place writes."""
+        state: dict[str, object] = {}
+        for name, value in vars(self.module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                size = len(value) if isinstance(value, (list, dict, set, deque)) else None
+                state[name] = value if _plain(value) else (id(value), size)
         tensors = {**self.module._parameters, **self.module._buffers}
-        return plain | {name: (id(t), t._version) for name, t in tensors.items() if t is not None}
+        return state | {name: (id(t), t._version) for name, t in tensors.items() if t is not None}
 
     def arrange(self, x: torch.Tensor) -> torch.Tensor:
         """Bring rows into what the module takes.
@@ -246,12 +251,12 @@ class Replica:
             return y
         return (y if self.arrangement == "flat" else y.flatten(2).movedim(1, -1)).reshape(x.shape)
 
-    def run_whole(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+    def run_whole(self, x: torch.Tensor, gate: torch.Tensor | None, *, training: bool) -> torch.Tensor:
         """Run the copy once with its children as they are, on rows as it takes them; for the arguments see `run`."""
         neutral = dict(self.module._modules)
         self.module._modules.update(self.children)
         try:
-            return self.run(x, None if self.gate_name is None else x, training=training, arranged=True)
+            return self.run(x, gate, training=training, arranged=True)
         finally:
             self.module._modules.update(neutral)
 

@@ -11,6 +11,7 @@ __all__ = ["NormSpec", "Rounding", "dtype_name"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _Tensor = torch.Tensor
+_TUPLES = ("own_code", "ranks", "then")
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,13 @@ class Rounding:
             gain is applied in float32.
         out: the dtype of the result.
         product: the dtype that the product with the gain is rounded to before a bias or a gate; None where it is not.
+        scale: the dtype that ``1 / sqrt(...)`` is rounded to before the row is multiplied by it; None where it is not.
     """
 
     middle: torch.dtype | None
     out: torch.dtype
     product: torch.dtype | None = None
+    scale: torch.dtype | None = None
 
     @property
     def unit(self) -> torch.dtype:
@@ -35,8 +38,8 @@ class Rounding:
 
     @property
     def twice(self) -> bool:
-        """Whether a rounding to half precision is followed by the product with the gain."""
-        return self.middle in _HALF
+        """Whether a rounding to half precision is followed by the product with the gain, or is that of the scale."""
+        return self.middle in _HALF or self.scale in _HALF
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,13 @@ class NormSpec:
         offset_dtype: dtype that ``1 + w`` is summed in: ``"float32"``, or that of the ``"weight"``.
         product_cast: dtype that the product with the gain is rounded to before a gate after the norm: that of the
             ``"input"``, ``"promote"`` of input and gain, or ``"none"``.
+        scale_cast: dtype that ``1 / sqrt(...)`` is rounded to before the row is multiplied by it: that of the
+            ``"input"``, or ``"none"``.
         gate_optional: whether it is also called without its gate.
         input_name: parameter of its forward that takes the row.
         gate_name: parameter of its forward that takes the gate; None without gate.
         axis: ``"last"``, or ``"channels"``: the rows lie along dimension 1, as in ``(N, C, H, W)``.
-        rank: number of dimensions of its input, where it takes no other; else None.
+        ranks: numbers of dimensions of its input in which it computes this; empty where the number does not matter.
         dense: whether the result of a contiguous input over channels is contiguous; else it is a permuted view.
         joins: heads that its input is split in, ``(..., joins, width / joins)``, while its result has whole rows
             ``(..., width)``; else 1.
@@ -104,11 +109,12 @@ class NormSpec:
     gain_position: Literal["after", "before"] = "after"
     offset_dtype: Literal["float32", "weight"] = "float32"
     product_cast: Literal["none", "promote", "input"] = "none"
+    scale_cast: Literal["none", "input"] = "none"
     gate_optional: bool = False
     input_name: str = "x"
     gate_name: str | None = None
     axis: Literal["last", "channels"] = "last"
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
     dense: bool = True
     joins: int = 1
     then: tuple[str, ...] = ()
@@ -134,14 +140,15 @@ class NormSpec:
             gain: dtype of the stored gain; None without gain.
         """
         gain = x if gain is None else gain
+        scale = x if self.scale_cast == "input" and x in _HALF else None
         if self.out == "weight":
             middle = gain if self.cast == "before_gain" and gain in _HALF else None
-            return Rounding(middle, gain, gain if self.bias and middle is not None else None)
+            return Rounding(middle, gain, gain if self.bias and middle is not None else None, scale)
         wide = torch.promote_types(x, gain)
         out = wide if self.out == "promote" else x
         middle = x if self.cast == "before_gain" else None
         product = {"none": None, "promote": wide, "input": x}[self.product_cast]
-        return Rounding(middle, out, out if self.bias and middle is not None else product)
+        return Rounding(middle, out, out if self.bias and middle is not None else product, scale)
 
     def rows(self, x: _Tensor) -> _Tensor:
         """View an input or a gate with its rows whole along the last dimension."""
@@ -182,7 +189,7 @@ class NormSpec:
             Of the shape of ``x``, in the dtype that `rounding` names.
         """
         where = self.rounding(x.dtype, None if gain is None else gain.dtype)
-        n, g, after = self._normalised(x, gain, gate, torch.float32)
+        n, g, after = self._normalised(x, gain, gate, torch.float32, where.scale)
         if where.middle is not None:
             n = n.to(where.middle).float()
         if g is not None:
@@ -207,7 +214,12 @@ class NormSpec:
         return self._as_given(n if after is None else n * after)
 
     def _normalised(
-        self, x: _Tensor, gain: _Tensor | None, gate: _Tensor | None, dtype: torch.dtype
+        self,
+        x: _Tensor,
+        gain: _Tensor | None,
+        gate: _Tensor | None,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype | None = None,
     ) -> tuple[_Tensor, _Tensor | None, _Tensor | None]:
         """Return the normalised row, the gain that is still to be applied, and the gate that is."""
         v, g = self.rows(x).to(dtype), self.scale(gain, dtype)
@@ -218,21 +230,27 @@ class NormSpec:
             after = self.activation(self.rows(gate).to(dtype))
             if self.gate_position == "before":
                 v, after = v * after, None
-        return self.normalise(v), g, after
+        return self.normalise(v, scale_dtype), g, after
 
     def activation(self, gate: _Tensor) -> _Tensor:
         """Return what the gate multiplies the row by."""
         return gate.sigmoid() if self.gate == "sigmoid" else torch.nn.functional.silu(gate)
 
-    def normalise(self, v: _Tensor) -> _Tensor:
-        """Return the normalised rows of ``v``, ``(..., width)``, without gain or bias, in its dtype."""
+    def normalise(self, v: _Tensor, scale_dtype: torch.dtype | None = None) -> _Tensor:
+        """Return the normalised rows of ``v``, ``(..., width)``, without gain or bias, in its dtype.
+
+        Args:
+            v: the rows.
+            scale_dtype: what ``1 / sqrt(...)`` is rounded to (with eps inside the root); None for no rounding.
+        """
         v = self.grouped(v)
         if self.kind == "layer":
             v = v - v.mean(-1, keepdim=True)
         squares = (v if self.partial is None else v[..., : self.partial]).pow(2)
         moment = squares.sum(-1, keepdim=True) if self.reduction == "sum" else squares.mean(-1, keepdim=True)
         if self.eps_position == "inside":
-            v = v * torch.rsqrt(moment + self.eps)
+            scale = torch.rsqrt(moment + self.eps)
+            v = v * (scale if scale_dtype is None else scale.to(scale_dtype).to(v.dtype))
         elif self.eps_position == "outside":
             v = v / (moment.sqrt() + self.eps)
         else:
@@ -248,7 +266,7 @@ class NormSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain data, as it stands in JSON and in the manifest."""
-        return {**asdict(self), "own_code": list(self.own_code), "then": list(self.then)}
+        return {**asdict(self), **{name: list(getattr(self, name)) for name in _TUPLES}}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> NormSpec:
@@ -256,7 +274,7 @@ class NormSpec:
         known = {field.name for field in fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(f"expected spec keys among {sorted(known)}, got also {sorted(unknown)}")
-        lists = {name: tuple(data.get(name, ())) for name in ("own_code", "then")}
+        lists = {name: tuple(data.get(name, ())) for name in _TUPLES}
         return cls(**{**data, **lists})
 
 

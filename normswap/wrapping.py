@@ -14,7 +14,7 @@ from torch import nn
 __all__ = ["bare_class", "has_own_forward", "original_class", "plain_state", "regraft"]
 
 # accelerate's, transformers', FSDP's and this package's own notes on a module.
-_NOTES = ("_hf_hook", "_old_forward", "_is_hf_initialized", "_normswap")
+_NOTES = ("_hf_hook", "_old_forward", "_is_hf_initialized", "_normswap", "_compiled_call_impl")
 _FSDP_NOTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _FSDP_STATE = "__composable_api_"
 _TWIN = "_normswap_twin"

@@ -219,3 +219,108 @@ class JoiningNorm(RowNorm):
         wide = wide - wide.mean(-1, keepdim=True)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return wide.to(x.dtype).reshape(batch, length, -1) * self.weight
+
+
+class ClampedRowNorm(RowNorm):
+    """Clamps its row where only a trained model's outliers are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (wide.clamp(-6, 6) * self.weight.float()).to(x.dtype)
+
+
+class FixedGroupsNorm(nn.Module):
+    """Groups of 32, however long the row, and no parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float().unflatten(-1, (-1, 32))
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).flatten(-2).to(x.dtype)
+
+
+class ScaledEpsNorm(nn.Module):
+    """An eps beside the norm of the row, so that what it is beside the mean depends on the length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(x.float(), eps=1e-2, dim=-1).mul(x.shape[-1] ** 0.5).to(x.dtype)
+
+
+class RankNorm(RowNorm):
+    """The last dimension of a sequence, the channels of an image."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 4:
+            return self.normed(x)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float().view(1, -1, 1, 1)).to(x.dtype)
+
+
+class ChannelsOfAnyNorm(RowNorm):
+    """Channels, whatever stands behind them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-6)
+        return (wide * self.weight.float().view(1, -1, *[1] * (x.dim() - 2))).to(x.dtype)
+
+
+class SometimesActingNorm(RowNorm):
+    """An activation only where there is a gate."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()
+        if gate is None:
+            return wide.to(x.dtype)
+        return self.act((wide * nn.functional.silu(gate.float())).to(x.dtype))
+
+
+class ActingBeforeTheCastNorm(RowNorm):
+    """An activation in float32, and the cast after it."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.act = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.act(wide * self.weight.float()).to(x.dtype)
+
+
+class RememberingNorm(RowNorm):
+    """Keeps its last result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.normed(x)
+        self.last = y.detach()
+        return y
+
+
+class RecordingNorm(RowNorm):
+    """Keeps a list of the lengths that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        return self.normed(x)
+
+
+class RegisteringNorm(RowNorm):
+    """Asks its subclasses for a name, and keeps a list of them."""
+
+    known: list[str] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        RegisteringNorm.known.append(tag)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import handwritten as hw
@@ -47,6 +48,10 @@ RIGHT = {
     "a large eps": (nn.LayerNorm(48, eps=0.5), NormSpec("layer", 48, 0.5, bias=True, bias_name="bias")),
     "a short row": (nn.LayerNorm(4), NormSpec("layer", 4, 1e-5, bias=True, bias_name="bias")),
     "statistics in the input's dtype": (hw.NarrowNorm(), rms(own_code=("bfloat16", "float16"))),
+    "a scale rounded to the input's dtype": (
+        hw.ScaleRoundedNorm(),
+        NormSpec("rms", None, 1e-6, gain="none", gain_name=None, scale_cast="input"),
+    ),
     "eps outside the root": (hw.OutsideEpsNorm(), rms(eps=1e-3, eps_position="outside")),
     "eps as a clamp": (hw.NormalizeNorm(), rms(eps=1e-12 / 8, eps_position="clamp")),
     "an eps that only zeros see": (hw.TinyEpsNorm(), rms(eps=1e-30)),
@@ -70,14 +75,20 @@ RIGHT = {
     "a gain before the norm": (hk.ScaledBeforeNorm(), rms(gain_position="before")),
     "channels of an image": (
         hk.ImageNorm(),
-        NormSpec("layer", 64, 1e-6, bias=True, bias_name="bias", axis="channels", rank=4, dense=False),
+        NormSpec("layer", 64, 1e-6, bias=True, bias_name="bias", axis="channels", ranks=(4,), dense=False),
     ),
-    "channels of a sequence": (hk.SequenceChannelNorm(), rms(axis="channels", rank=3, gain_name="g")),
+    "channels of a sequence": (hk.SequenceChannelNorm(), rms(axis="channels", ranks=(3,), gain_name="g")),
     "heads that it joins": (
         hk.JoiningNorm(),
-        rms(kind="layer", groups=4, joins=4, rank=4, cast="before_gain", out="promote"),
+        rms(kind="layer", groups=4, joins=4, ranks=(4,), cast="before_gain", out="promote"),
     ),
-    "rows in two dimensions only": (hk.FlatNorm(), rms(rank=2)),
+    "one thing for sequences, another for images": (hk.RankNorm(), rms(ranks=(1, 2, 3))),
+    "channels of anything": (hk.ChannelsOfAnyNorm(), rms(axis="channels", ranks=(4,))),
+    "a cast after the activation": (
+        hk.ActingBeforeTheCastNorm(),
+        rms(then=("act",), own_code=("bfloat16", "float16")),
+    ),
+    "rows in two dimensions only": (hk.FlatNorm(), rms(ranks=(2,))),
 }
 
 REFUSED = {
@@ -95,6 +106,12 @@ REFUSED = {
     hw.FrozenGainNorm: "its gradients are not those of its formula",
     hw.CountingNorm: "it changes its own attributes or buffers",
     hk.ActingFirstNorm: "its norm does not simply stand before its other modules (act)",
+    hk.ClampedRowNorm: "the formula found for it is not proved",
+    hk.FixedGroupsNorm: "what it computes depends on the length of the row",
+    hk.ScaledEpsNorm: "what it computes depends on the length of the row",
+    hk.SometimesActingNorm: "its norm does not simply stand before its other modules (act)",
+    hk.RememberingNorm: "it changes its own attributes or buffers when it runs",
+    hk.RecordingNorm: "it changes its own attributes or buffers when it runs",
     hk.MaximumNorm: "it is neither RMSNorm nor LayerNorm over the last dimension",
     hk.SummingNorm: "it normalises a mixture of its two inputs",
     hk.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
@@ -210,3 +227,54 @@ def test_autocast_around_it_changes_nothing() -> None:
         assert probe(norm) == probe(hk.NarrowingNorm()) == replace(rms(), input_name="x")
         normswap.patch(norm)
     assert isinstance(norm, modules.FusedNorm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    expected = probe(nn.LayerNorm(48)), probe(hw.Scale(64))
+    torch.set_default_dtype(dtype)
+    try:
+        assert (probe(nn.LayerNorm(48)), probe(hw.Scale(64))) == expected
+        normswap.patch(nn.Sequential(nn.LayerNorm(48)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_device_changes_nothing() -> None:
+    expected = probe(nn.LayerNorm(48))
+    with torch.device("meta"):
+        norm = nn.LayerNorm(48)
+        assert probe(norm) == expected
+        assert isinstance(normswap.patch(nn.Sequential(norm))[0], modules.FusedNorm)
+
+
+def test_modules_without_shapes_and_those_of_torch_jit_are_passed_by() -> None:
+    class LazyNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.UninitializedParameter()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4))
+    model = nn.Sequential(nn.LayerNorm(4), nn.LazyLinear(3), nn.LazyBatchNorm1d(), LazyNorm(), traced)
+    plan = make_plan(model)
+    assert [decision.name for decision in plan.swaps] == ["0"]
+    assert {decision.name: decision.reason for decision in plan.refusals if decision.of_rows} == {
+        "3": "its parameters have no shapes yet: run the model once before",
+        "4.1": "it was compiled by torch.jit, and has no forward of Python's any more",
+    }
+
+
+def test_a_norm_that_is_compiled_in_place_is_swapped() -> None:
+    norm = nn.LayerNorm(8)
+    norm.compile(backend="eager")
+    normswap.patch(nn.Sequential(norm))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), modules.original_forward(norm, x))
+
+
+def test_a_class_is_not_told_of_the_swapped_one() -> None:
+    norm = hk.RegisteringNorm()
+    assert isinstance(normswap.patch(nn.Sequential(norm))[0], modules.FusedNorm)
+    assert hk.RegisteringNorm.known == []
