@@ -45,6 +45,7 @@ OPERATIONS: dict[str, Matches] = {
     "rms_norm grouped": lambda parts: "groups" in parts,
     "rms_norm per head": lambda parts: "heads" in parts,
     "rms_norm partial": lambda parts: "partial" in parts,
+    "rms_norm scale": lambda parts: "scale" in parts,
     "l2_norm": lambda parts: {"sum", "clamp"} <= parts,
     "rms_norm_quant int8": lambda parts: "int8" in parts,
     "rms_norm_quant fp8": lambda parts: "float8_e4m3fn" in parts,

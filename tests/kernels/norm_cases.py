@@ -41,6 +41,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "save": (False, True),
 }
 
+# Of an RMSNorm without gate: a rounding of its scale, which has grids of its own. eps keeps the scale within float16.
+SCALED: dict[str, tuple[Any, ...]] = {
+    "kind": ("rms",),
+    "residual": (None,),
+    "gate": ("none",),
+    "eps": (1e-4, 0.5),
+    "scale": (FP16, BF16),
+}
+
 # What an option needs to do anything: another option, and the choice of that one which leaves it idle.
 NEEDS: dict[str, tuple[str, Any]] = {
     "offset": ("gain", None),
@@ -74,6 +83,7 @@ class Case:
     offset: float = 0.0
     bias: torch.dtype | None = None
     roundings: str = "none"
+    scale: torch.dtype | None = None
     wide_out: bool = False
     partial: bool = False
     eps: float = EPS
@@ -90,6 +100,7 @@ class Case:
         shown = [self.kind, f"{self.rows}x{self.width}", self.structure, self.layout, _short(self.dtype)]
         shown.append(f"{'1+' if self.offset else ''}w.{_short(self.gain)}")
         shown += [f"b.{_short(self.bias)}", f"round.{self.roundings}"]
+        shown += [f"scale.{_short(self.scale)}"] * (self.scale is not None)
         shown += ["fp32out"] * self.wide_out + ["partial"] * self.partial + ["save"] * self.save
         shown.append(f"{self.reduction}.{self.eps_position}.{self.eps:g}")
         if self.residual is not None:
@@ -130,6 +141,7 @@ class Case:
             self.gate,  # type: ignore[arg-type]
             self.activation,  # type: ignore[arg-type]
             None if self.residual is None else FP32 if self.wide_sum else self._other(self.residual),
+            self.scale,
         )
 
     def inputs(self) -> Inputs:
@@ -224,7 +236,7 @@ def covering_cases(
         todo = {pair for pair in todo if not all(pick.get(name) == index for name, index in pair)}
         if pick:
             cases.append(case_type(**{name: choices[name][index] for name, index in pick.items()}))
-    assert {field.name for field in fields(case_type)} == set(names)
+    assert {field.name for field in fields(case_type)} == {*names, "scale"}
     return cases
 
 
@@ -247,6 +259,7 @@ def public_cases(
     operations = [
         {"kind": ("rms",), **plain},
         {"kind": ("layer",), **plain, "reduction": ("mean",), "partial": (False,)},
+        SCALED,
     ]
     operations += [{"kind": ("rms",), **added}, {"kind": ("layer",), **added}, gated]
     cases = [c for own in operations for c in covering_cases(most_elements, {**choices, **sizes, **own}, case_type)]
@@ -279,7 +292,7 @@ def check(case: Case, result: Tensor, summed: Tensor | None = None) -> None:
         # A unit of the product, which is rounded before the bias is added, can be many units of the sum.
         product, _ = exact(formula, x, weight, None, residual=residual, gate=gate)
         cancelled = 2 * torch.finfo(case.out).eps * product.abs()
-    check_bounds(case.kind, result, oracle, truth, rounded_before, cancelled)
+    check_bounds(case.kind, result, oracle, truth, rounded_before + (case.scale is not None), cancelled)
 
 
 def check_statistics(case: Case, scale: Tensor, mean: Tensor | None) -> None:

@@ -26,6 +26,11 @@ CALLS: dict[str, tuple[str, Call, dict[str, Any]]] = {
         lambda x, o, w, b, **k: rms_norm(x, w, b, eps=0.1, eps_position="outside", **k),
         {"eps": 0.1, "eps_position": "outside"},
     ),
+    "rms scale": (
+        "rms_norm",
+        lambda x, o, w, b, **k: rms_norm(x, w, b, eps=EPS, scale_dtype=_scale_dtype(x.dtype), **k),
+        {"scale_dtype": True},
+    ),
     "l2": (
         "rms_norm",
         lambda x, o, w, b, **k: rms_norm(x, w, b, eps=1.0, eps_position="clamp", reduction="sum", **k),
@@ -56,11 +61,18 @@ CALLS: dict[str, tuple[str, Call, dict[str, Any]]] = {
 }
 
 
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Round the scale to the dtype of the rows, but for float64, which it is not rounded to."""
+    return None if dtype == torch.float64 else dtype
+
+
 def formula_of(case: str, x_dtype: torch.dtype, **options: Any) -> Formula:
     _, _, extra = CALLS[case]
     extra = {"eps": EPS, "offset": 0.0, "kind": "rms", **extra, **options}
     if extra.get("sum_dtype"):
         extra["sum_dtype"] = x_dtype
+    if extra.get("scale_dtype"):
+        extra["scale_dtype"] = _scale_dtype(x_dtype)
     return Formula(**{"round_dtype": None, "product_dtype": None, "out_dtype": x_dtype, **extra})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from norm_cases import BF16, CHOICES, FP16, FP32, Case, check, check_statistics, covering_cases
+from norm_cases import BF16, CHOICES, FP16, FP32, SCALED, Case, check, check_statistics, covering_cases
 from normswap_kernels import cpu, cpu_build, cpu_check, cpu_compiled, cpu_library, rms_norm
 from normswap_kernels.formula import Activation, Formula, GatePosition
 from torch import Tensor
@@ -44,7 +44,9 @@ def ran(loaded: cpu_compiled.Library, monkeypatch: pytest.MonkeyPatch) -> list[b
     return packed
 
 
-@pytest.mark.parametrize("case", covering_cases(choices=COVERED), ids=str)
+@pytest.mark.parametrize(
+    "case", [*covering_cases(choices=COVERED), *covering_cases(300_000, {**COVERED, **SCALED})], ids=str
+)
 def test_gives_the_bits_of_torchs_operations(case: Case, ran: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = cpu.forward(case.formula(), *case.inputs(), True)
     assert len(ran) == (case.rows > 0), "the case is covered, and was not compiled"
@@ -167,7 +169,7 @@ def test_what_alone_differs_from_torch_is_left_out(loaded: cpu_compiled.Library)
             loaded.forward(packed)
 
     plan = cpu_compiled.plan_forward(LLAMA, BF16, None, 8, torch.int8)
-    assert plan is not None and plan[4] == 1
+    assert plan is not None and plan[5] == 1
     found = cpu_check.prove(loaded._replace(forward=without_values))
     assert found is not None and not found.quantizes and found.gates and found.backward is not None
 
@@ -176,7 +178,7 @@ def test_what_alone_differs_from_torch_is_left_out(loaded: cpu_compiled.Library)
 def test_without_its_gates_the_library_leaves_them_to_torch(
     name: str, loaded: cpu_compiled.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, gated = (cpu_compiled._FORWARD, 32) if name == "forward" else (cpu_compiled._BACKWARD, 30)
+    layout, gated = (cpu_compiled._FORWARD, 33) if name == "forward" else (cpu_compiled._BACKWARD, 30)
     function, ran = getattr(loaded, name), []
 
     def with_the_other_activation(packed: bytes) -> None:

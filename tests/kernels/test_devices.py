@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from norm_cases import BF16, CHOICES, FP16, FP32, Case, check, check_statistics, covering_cases
+from norm_cases import BF16, CHOICES, FP16, FP32, SCALED, Case, check, check_statistics, covering_cases
 from normswap_kernels import engine, layer_norm, layers, rms_norm, rms_norm_quant
 from normswap_kernels.formula import QUANTIZED_MAXIMUM
 from normswap_kernels.gradients import Gradients, closed_form
@@ -28,7 +28,8 @@ _SMALL = 10_000
 
 def grid() -> list[Any]:
     """Cases of every option; those that take long on a CPU are for a GPU alone."""
-    cases = [*covering_cases(5_000_000, _FEWER), Case("rms", 65537, 7, gain=BF16), Case("layer", 65537, 7, bias=FP32)]
+    cases = [*covering_cases(5_000_000, _FEWER), *covering_cases(5_000_000, {**_FEWER, **SCALED})]
+    cases += [Case("rms", 65537, 7, gain=BF16), Case("layer", 65537, 7, bias=FP32)]
     small = [case.rows * case.width <= _SMALL for case in cases]
     return [
         pytest.param(case, id=str(case), marks=[] if few else [pytest.mark.gpu])

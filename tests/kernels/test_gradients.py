@@ -88,6 +88,30 @@ def test_closed_form_by_finite_differences_twice(formula: Formula) -> None:
     _check_twice(formula, _inputs(formula))
 
 
+@pytest.mark.parametrize("position", ("inside", "outside", "clamp"))
+@pytest.mark.parametrize("scale_dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_a_rounded_scale_multiplies_the_gradient_and_is_differentiated_as_it_was(
+    position: Any, scale_dtype: torch.dtype
+) -> None:
+    options = {"groups": 2, "partial": 2, "eps_position": position, "scale_dtype": scale_dtype}
+    formula = Formula("rms", EPS, 1.0, None, None, torch.float64, **options)
+    x, _, weight, bias = _inputs(formula)
+    v = x.unflatten(-1, (2, 3))
+    moment = v[..., :2].square().mean(-1, keepdim=True)
+    root = moment.sqrt()
+    scale = {"inside": (moment + EPS).rsqrt(), "outside": 1 / (root + EPS), "clamp": 1 / root.clamp_min(EPS)}[position]
+    straight = scale + (scale.to(scale_dtype).double() - scale).detach()
+    result = (v * straight).flatten(-2) * (weight + 1.0) + bias
+    grad = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad(result, (x, weight, bias), grad, create_graph=True)
+    found = closed_form(formula, grad, None, x, None, weight, torch.float64)
+    found_again, again = (
+        torch.autograd.grad(sum(t.square().sum() for t in ts if t is not None), (x, weight)) for ts in (found, expected)
+    )
+    torch.testing.assert_close([t for t in found if t is not None], list(expected), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found_again, again, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ("rms", "layer"))
 def test_gain_of_each_head(kind: Any) -> None:
     formula = Formula(kind, EPS, 1.0, None, None, torch.float64)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import transformers_cases as cases
+from normswap_kernels import rms_norm
 
 HERE = Path(__file__).parent
 
@@ -49,6 +50,16 @@ def test_the_kernels_are_within_the_unit_bound_of_every_class() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [f"{name} {dtype}" for name in cases.CASES for dtype in cases.DTYPES]
+
+
+def test_a_scale_that_is_not_rounded_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "DeepseekV4UnweightedRMSNorm"
+    wrong = cases.CASES[name]._replace(call=lambda n, x, _, **k: rms_norm(x, eps=n.eps, **k))
+    monkeypatch.setitem(cases.CASES, name, wrong)
+    cases.check(name, torch.float32, "cpu")
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(AssertionError, match="elements differ"):
+            cases.check(name, dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", ("MambaRMSNormGated", "Qwen3NextRMSNormGated"))

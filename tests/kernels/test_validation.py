@@ -137,6 +137,12 @@ HEADS = torch.ones(2, 4, 8)
             ValueError,
             "expected reduction among 'mean', 'sum', got 'max'",
         ),
+        (
+            lambda: rms_norm(X, eps=EPS, scale_dtype=torch.float64),
+            TypeError,
+            "expected scale_dtype to be float32, float16, bfloat16 or None, got torch.float64: pass",
+        ),
+        (lambda: rms_norm(X, eps=EPS, scale_dtype="bfloat16"), TypeError, "expected scale_dtype to be .*got bfloat16"),
         (lambda: add_rms_norm(X, None, eps=EPS), TypeError, "expected residual to be a tensor, got NoneType"),
         (
             lambda: add_rms_norm(X, torch.ones(8), eps=EPS),

@@ -103,6 +103,10 @@ def _l2(n: Any, x: Tensor, _: Tensor, **k: Any) -> Tensor:
     return rms_norm(x, eps=n.eps, reduction="sum", **k)
 
 
+def _unweighted(n: Any, x: Tensor, _: Tensor, **k: Any) -> Tensor:
+    return rms_norm(x, eps=n.eps, scale_dtype=x.dtype, **k)
+
+
 def _layer(n: Any, x: Tensor, _: Tensor, **k: Any) -> Tensor:
     return layer_norm(x, n.weight, n.bias, eps=n.eps, **k)
 
@@ -115,6 +119,8 @@ CASES: dict[str, Case] = {
     "NemotronHRMSNorm": Case("nemotron_h", lambda c: c(96), (5, 96), _once),
     "Qwen4ExpTextRMSNorm": Case("qwen4_exp", lambda c: c(96, group_size=24), (2, 5, 96), _grouped),
     "DoryL2Norm": Case("dory", lambda c: c(), (2, 5, 96), _l2),
+    "DeepseekV4UnweightedRMSNorm": Case("deepseek_v4", lambda c: c(), (2, 5, 96), _unweighted, roundings=2),
+    "Glm5NextTextUnweightedRMSNorm": Case("glm5_next", lambda c: c(), (2, 5, 96), _unweighted, roundings=2),
     "CohereLayerNorm": Case("cohere", lambda c: c((6, 32)), (2, 5, 6, 32), _cohere),
     "ChameleonLayerNorm": Case(
         "chameleon",

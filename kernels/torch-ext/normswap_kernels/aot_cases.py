@@ -20,6 +20,8 @@ from .launch import Device, Launch
 ROWS = 5003
 GROUPS = 8
 
+WITHOUT_GAIN = ("rms_norm scale", "l2_norm")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -73,6 +75,7 @@ def formulas(width: int, dtype: torch.dtype, gain: torch.dtype) -> dict[str, For
         "rms_norm grouped": gated._replace(groups=GROUPS),
         "rms_norm per head": plain,
         "rms_norm partial": plain._replace(partial=max(1, width // 4)),
+        "rms_norm scale": gated._replace(scale_dtype=dtype),
         "l2_norm": gated._replace(eps_position="clamp", reduction="sum"),
     }
 
@@ -87,7 +90,7 @@ def _forward(name: str, save: bool) -> Callable[[int, torch.dtype, torch.dtype, 
             rows,
             None if formula.sum_dtype is None else make_rows(width, dtype, groups),
             None if formula.gate_position == "none" else make_rows(width, dtype, groups),
-            None if name == "l2_norm" else make_parameter(width, gain, groups),
+            None if name in WITHOUT_GAIN else make_parameter(width, gain, groups),
             make_parameter(width, gain, groups) if formula.kind == "layer" else None,
             make_rows(width, formula.out_dtype, groups),
             None if formula.sum_dtype is None else make_rows(width, formula.sum_dtype, groups),
@@ -111,12 +114,12 @@ def _backward(name: str) -> Callable[[int, torch.dtype, torch.dtype, Device], li
             make_rows(width, dtype, groups) if summing else None,
             make_rows(width, dtype, groups),
             make_rows(width, dtype, groups) if gated else None,
-            None if name == "l2_norm" else make_parameter(width, gain, groups),
+            None if name in WITHOUT_GAIN else make_parameter(width, gain, groups),
             make_statistics(groups),
             make_statistics(groups) if formula.kind == "layer" else None,
             make_rows(width, dtype, groups),
             make_rows(width, dtype, groups) if gated else None,
-            None if name == "l2_norm" else make_parameter(width, gain, groups),
+            None if name in WITHOUT_GAIN else make_parameter(width, gain, groups),
             make_parameter(width, gain, groups) if formula.kind == "layer" else None,
             device,
         )

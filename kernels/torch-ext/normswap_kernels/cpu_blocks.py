@@ -130,6 +130,7 @@ def forward(
     _find_scale(formula, row, square, total)
     if rstd is not None:
         rstd.copy_(total)
+    _round(total, formula.scale_dtype, total)
     _finish(formula, torch.mul(row, total, out=value), y, applied, activated)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .cpu_blocks import SERIAL, activate, scalar, scratch, sum_rows
 from .formula import Formula
+from .gradients import passing
 
 # Columns that torch adds up at a time in a sum over rows, or a multiple: four vectors of the longest.
 _COLUMNS = 64
@@ -42,7 +43,7 @@ def backward(
         row: ``(R, G, D)``, what was normalised, before a gate.
         gate: ``(R, G, D)`` or None.
         gain: ``(G, D)``, the weight with its offset, in the dtype of the arithmetic, or None.
-        rstd: ``(R, G, 1)``, the scale of each row.
+        rstd: ``(R, G, 1)``, the scale of each row, not rounded to ``formula.scale_dtype``.
         mean: ``(R, G, 1)``, the mean of each row; None for RMSNorm.
         drow: ``(R, G, D)``, for the gradient of ``row``.
         dgate: ``(R, G, D)``, for the gradient of the gate, or None.
@@ -93,6 +94,11 @@ def _differentiate(
         assert mean is not None
         normal.sub_(mean)
     through = None if formula.eps_position == "inside" else _passed(formula, normal, product, along)
+    if formula.scale_dtype is not None:
+        applied = rstd.to(formula.scale_dtype).to(rstd.dtype)
+        passed = passing(rstd, applied)
+        through = passed if through is None else through * passed
+        rstd = applied
     normal.mul_(rstd)
     dy.copy_(grad)
     if gate is not None and formula.gate_position == "after":

@@ -27,7 +27,8 @@ _UNITS = 8
 
 Pair = tuple[Tensor, Tensor]
 
-_KINDS: tuple[Kind, ...] = ("rms", "layer")
+# What is differentiated, and whether its scale is rounded.
+_KINDS: tuple[tuple[Kind, bool], ...] = (("rms", False), ("rms", True), ("layer", False))
 _GATES: tuple[GatePosition, ...] = ("before", "after")
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "sigmoid")
 
@@ -70,6 +71,8 @@ def _forwards(library: compiled.Library) -> Iterator[Pair]:
             if width == 127:
                 residual = _draw(2, 1, width, seed=3, dtype=dtype)
                 formula = formula._replace(sum_dtype=dtype, round_dtype=None, offset=1.0)
+            if width == 16:
+                formula = formula._replace(round_dtype=None, scale_dtype=dtype)
             ours, theirs = torch.empty_like(x), torch.empty_like(x)
             sums = (None, None) if residual is None else (torch.empty_like(x), torch.empty_like(x))
             plan = compiled.plan_forward(formula, dtype, formula.sum_dtype, width)
@@ -84,9 +87,9 @@ def _forwards(library: compiled.Library) -> Iterator[Pair]:
 
 def _backwards(library: compiled.Library) -> Iterator[Pair]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for kind in _KINDS:
+        for kind, rounded in _KINDS:
             width = 143
-            formula = Formula(kind, 1e-6, 1.0, dtype, None, dtype)
+            formula = Formula(kind, 1e-6, 1.0, dtype, None, dtype, scale_dtype=dtype if rounded else None)
             row, grad, grad_sum = (_draw(5, 1, width, seed=seed, dtype=dtype) for seed in (1, 2, 3))
             weight = _draw(1, width, seed=4, dtype=dtype)
             mean = row.float().mean(-1, keepdim=True) if kind == "layer" else None

@@ -25,8 +25,8 @@ _GATED = {"none": 0, "before": 1, "after": 2}
 _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
 
 # The structs Forward and Backward of cpu_kernels.cpp.
-_FORWARD = struct.Struct("37q3d3q")
-_BACKWARD = struct.Struct("33q2d3q")
+_FORWARD = struct.Struct("38q3d3q")
+_BACKWARD = struct.Struct("34q2d3q")
 
 # Elements that a thread takes at a time in a forward, and at least in a backward.
 _CHUNK = 2**14
@@ -92,7 +92,7 @@ def plan_forward(
         quantized: dtype of the quantized values, or None.
     """
     row, out = dtype if added is None else formula.sum_dtype, formula.out_dtype
-    roundings = (formula.round_dtype, formula.product_dtype)
+    roundings = (formula.round_dtype, formula.product_dtype, formula.scale_dtype)
     known = {*_TYPES, None}
     if (
         formula.kind != "rms"
@@ -104,8 +104,8 @@ def plan_forward(
     ):
         return None
     counted = formula.partial or width
-    middle, product = (_TYPES.get(t, _NONE) for t in roundings)  # type: ignore[arg-type]
-    codes = (_TYPES[row], _TYPES[out], middle, product, _QUANTIZED.get(quantized, 0))  # type: ignore[arg-type,index]
+    rounded = (_TYPES.get(t, _NONE) for t in roundings)  # type: ignore[arg-type]
+    codes = (_TYPES[row], _TYPES[out], *rounded, _QUANTIZED.get(quantized, 0))  # type: ignore[arg-type,index]
     gate = _GATED[formula.gate_position], _ACTIVATIONS[formula.activation]
     divisor = float(counted) if formula.reduction == "mean" else 1.0
     return (*codes, *gate, counted, int(formula.offset != 0), divisor, formula.eps, formula.offset)
@@ -152,7 +152,7 @@ def forward(
         *(loaded.parallel, loaded.team, threads, count, heads, width),
         *(*_rows(x, shape), *_rows(residual, shape), *_rows(gate, shape), *_parameter(weight), *_parameter(bias)),
         *(0 if t is None else t.data_ptr() for t in (y, summed, values, scales, rstd)),
-        *(*plan[:8], loaded.lanes, *plan[8:]),
+        *(*plan[:9], loaded.lanes, *plan[9:]),
         *(per_chunk, 0, 0),
     )
     loaded.forward(packed)
@@ -206,6 +206,7 @@ def backward(
             _GATED[formula.gate_position],
             _ACTIVATIONS[formula.activation],
             int(formula.offset != 0),
+            _NONE if formula.scale_dtype is None else _TYPES[formula.scale_dtype],
             formula.offset,
             share,
             per_chunk,

@@ -22,6 +22,7 @@ struct Forward {
   float *scales, *rstd;          // (rows, groups); null where not wanted
   int64_t sum_type, out_type;
   int64_t middle, product;       // types that the row and its product with the gain are rounded to; kNone
+  int64_t scale_type;            // likewise, of the scale of a row
   int64_t quantized;             // of the values
   int64_t gated, activation;
   int64_t counted, lanes;        // leading elements that the moment is taken of; lanes of torch's sum
@@ -37,6 +38,10 @@ INLINE void add_row(const Forward& c, const void* x, const void* residual, typen
   each(c.width, [&](int64_t j, int64_t n) ALWAYS {
     store<S>(sum + j, load_any(x, x_type, j, n) + load_any(residual, residual_type, j, n), n);
   });
+}
+
+INLINE float round_scale(float scale, int64_t type) {
+  return type > 0 ? round_to(Vec{} + scale, type)[0] : scale;
 }
 
 template <class S>
@@ -79,8 +84,8 @@ enum Extra { kNothing, kQuantize, kGateAfter };
 template <class S, class Y, Extra kExtra>
 void normalise_row(const Forward& c, const typename S::T* in, int64_t r, int64_t g, float* room) {
   const int64_t index = r * c.groups + g, width = c.width;
-  const float scale = find_scale<S>(c, in);
-  if (c.rstd) c.rstd[index] = scale;
+  const float exact = find_scale<S>(c, in), scale = round_scale(exact, c.scale_type);
+  if (c.rstd) c.rstd[index] = exact;
   const float* gain = c.gain ? c.gain + g * width : nullptr;
   const float* shift = c.shift ? c.shift + g * width : nullptr;
   void* y = (char*)c.y + index * width * size_of(c.out_type);
@@ -177,6 +182,7 @@ struct Backward {
   const float *rstd, *mean;      // (rows, groups); mean is null for RMSNorm
   float *dgain, *dshift;         // (groups, width); null where not wanted
   int64_t gated, activation, has_offset;
+  int64_t scale_type;            // that the forward rounded the scale to; kNone
   double offset, share;          // share: what one square counts in the moment
   int64_t rows_per_chunk;
   const float* gain;             // filled in here
@@ -197,7 +203,8 @@ void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* 
   const float* gain = c.gain ? c.gain + g * width : nullptr;
   if (dgain) dgain += g * width;
   if (dshift) dshift += g * width;
-  const float rstd = c.rstd[index], mean = kCentred ? c.mean[index] : 0.0f;
+  const float exact = c.rstd[index], rstd = round_scale(exact, c.scale_type);
+  const float mean = kCentred ? c.mean[index] : 0.0f;
   // What the second pass takes from the first: the activation and its derivative of a gate before the norm; of one
   // after it, what is left of the gradient.
   float *activated = room, *slopes = room + width, *left = room;
@@ -240,7 +247,11 @@ void backward_row(const Backward& c, int64_t r, int64_t g, float* dgain, float* 
     j += kWide;
   }
   if (j < width) gather(j, width - j, 0);
-  const float slope = add_lanes(along[0] + along[1]) * (float)c.share;
+  float slope = add_lanes(along[0] + along[1]) * (float)c.share;
+  if (c.scale_type > 0) {
+    const float passed = rstd > 0 ? exact / rstd : 0.0f;
+    slope *= passed * passed * passed;
+  }
   const float centre = kCentred ? add_lanes(level[0] + level[1]) / (float)width : 0.0f;
 
   each(width, [&](int64_t j, int64_t n) ALWAYS {

@@ -7,7 +7,8 @@ sum       ``h = x + residual`` rounded to ``sum_dtype`` (with a residual; else `
 gate      ``v = h * activation(gate)`` (``gate_position == "before"``; else ``v = h``)
 moment    ``S = mean(v**2)``, ``sum(v**2)``, or over the first ``partial`` elements alone (``rms``);
           ``v -= mean(v)`` first, ``S = mean(v**2)`` (``layer``)
-scale     ``1 / sqrt(S + eps)`` (inside), ``1 / (sqrt(S) + eps)`` (outside), ``1 / max(sqrt(S), eps)`` (clamp)
+scale     ``1 / sqrt(S + eps)`` (inside), ``1 / (sqrt(S) + eps)`` (outside), ``1 / max(sqrt(S), eps)`` (clamp),
+          rounded to ``scale_dtype``
 row       ``n = v * scale``, rounded to ``round_dtype``
 product   ``p = n * (weight + offset)``, rounded to ``product_dtype``
 bias      ``p + bias``
@@ -56,6 +57,8 @@ class Formula(NamedTuple):
         gate_position: ``"none"``, ``"before"`` or ``"after"`` the norm.
         activation: ``"silu"`` or ``"sigmoid"`` of the gate.
         sum_dtype: dtype of the sum with the residual; None without residual.
+        scale_dtype: dtype that the scale of a row is rounded to before the row is multiplied by it (``rms`` without
+            gate); None for no rounding there.
     """
 
     kind: Kind
@@ -71,6 +74,7 @@ class Formula(NamedTuple):
     gate_position: GatePosition = "none"
     activation: Activation = "silu"
     sum_dtype: torch.dtype | None = None
+    scale_dtype: torch.dtype | None = None
 
 
 def product_rounding(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load, row_offsets, widen
+from .tiles import load, rounded, row_offsets, widen
 
 
 @triton.jit
@@ -99,21 +99,26 @@ def gain_of(w, OFFSET: tl.constexpr, EMULATE: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def along_moment(  # type: ignore[no-untyped-def]
-    total, scale, eps, COUNT: tl.constexpr, EPS_POSITION: tl.constexpr
+    total, saved, eps, COUNT: tl.constexpr, EPS_POSITION: tl.constexpr, SCALE: tl.constexpr, EMULATE: tl.constexpr
 ):
     """Turn the sum of ``d * n`` into what each ``n`` of the moment is weighed with.
 
     Outside the root and clamped, the scale alone tells how much of the moment passes through. Where that cancels, the
-    root is small beside eps, and so is ``n``: the error stays one rounding of ``d``.
+    root is small beside eps, and so is ``n``: the error stays one rounding of ``d``. ``saved`` is the scale before its
+    own rounding to ``SCALE``.
     """
     along = total
     if COUNT != 1:
         along = tl.div_rn(total, COUNT * 1.0)
+    if SCALE is not None:
+        applied = rounded(saved, SCALE, EMULATE)
+        passed = tl.where(applied > 0.0, tl.div_rn(saved, applied), 0.0)
+        along = along * (passed * passed * passed)
     if EPS_POSITION == "outside":
-        passing = 1.0 - scale * eps
+        passing = 1.0 - saved * eps
         return tl.where(passing > 0.0, tl.div_rn(along, passing), 0.0)
     if EPS_POSITION == "clamp":
-        return tl.where(scale < tl.div_rn(1.0, eps), along, 0.0)
+        return tl.where(saved < tl.div_rn(1.0, eps), along, 0.0)
     return along
 
 

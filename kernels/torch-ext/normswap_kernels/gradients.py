@@ -1,6 +1,7 @@
 """Gradients of the norms by their closed formula, in plain torch: the check of the kernels and the second derivative.
 
-Roundings count as the identity. Arithmetic is float32, or float64 for a float64 input. Differentiable in its turn.
+Roundings count as the identity; but for that of the scale, by which the gradient is multiplied as the row was.
+Arithmetic is float32, or float64 for a float64 input. Differentiable in its turn.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def closed_form(
         dv = scale * (d - mean(d) [layer] - k * c * n * sum(d * n) [the first ``partial`` elements])
 
     where ``k`` is 1 for eps inside the root, ``1 / (1 - scale * eps)`` outside it, and 1 or 0 where a clamp lets
-    through or not.
+    through or not. With a scale that is rounded, its own derivative is that of the scale before::
+
+        dv = rounded * (d - n * (scale / rounded)**3 * k * c * sum(d * n) [...]) with n = v * rounded
 
     Args:
         formula: what the forward computed.
@@ -72,6 +75,10 @@ def closed_form(
     share = 1.0 if formula.reduction == "sum" else 1.0 / max(counted.size(-1), 1)
     moment = counted.pow(2).sum(-1, keepdim=True) * share
     scale, through = _scale(formula, moment)
+    if formula.scale_dtype is not None:
+        rounded = scale + (scale.to(formula.scale_dtype).to(compute) - scale).detach()
+        through = through * passing(scale, rounded)
+        scale = rounded
     normal = v * scale
 
     flat = normal.flatten(-2)
@@ -99,6 +106,11 @@ def closed_form(
     if grad_sum is not None:
         dv = dv + grad_sum.to(compute)
     return Gradients(dv.to(row.dtype), None if gate is None or dgate is None else dgate.to(gate.dtype), dw, db)
+
+
+def passing(scale: Tensor, rounded: Tensor) -> Tensor:
+    """Return how much of the moment's own gradient passes through a scale that was rounded; 0 of one rounded to 0."""
+    return torch.where(rounded > 0, scale / rounded, 0.0).pow(3)
 
 
 def _scale(formula: Formula, moment: Tensor) -> tuple[Tensor, Tensor]:

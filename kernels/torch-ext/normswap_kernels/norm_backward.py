@@ -30,6 +30,7 @@ from .launch import (
 from .launching import run
 from .norm_backward_columns import parameter_bwd_kernel, sum_parts_kernel
 from .norm_backward_rows import norm_bwd_kernel, norm_bwd_loop_kernel
+from .tiles import triton_dtype
 
 
 class _Plan(NamedTuple):
@@ -68,6 +69,7 @@ def _plan(
         "GROUPS": groups,
         "GATE": formula.gate_position,
         "ACTIVATION": formula.activation,
+        "SCALE": triton_dtype(formula.scale_dtype),
         "ALIGN": align,
         "EMULATE": device.interpreted,
         # The same on every compiler; the kernels wait for memory, so it costs nothing.
@@ -190,7 +192,7 @@ def backward(
         row: likewise, ``x`` or the sum with the residual as the forward gave it.
         gate: likewise, or None.
         weight: ``(G, D)``, contiguous, of any of the three dtypes; or None.
-        rstd: ``(R, G)``, contiguous, float32: the scale of each row from the forward.
+        rstd: ``(R, G)``, contiguous, float32: the scale of each row from the forward, not rounded.
         mean: likewise, the mean of each row (``"layer"``); or None.
         drow: ``(R, G, D)``, contiguous, in the dtype of ``row``; written: gradient of ``row``, ``grad_sum`` included.
         dgate: ``(R, G, D)``, contiguous, in the dtype of ``gate``; written. None without ``gate``.

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .gradient_tiles import read_tile, rows_of
-from .tiles import both, load, round_to
+from .tiles import both, load, round_to, rounded
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_parts"])
@@ -25,6 +25,7 @@ def parameter_bwd_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -45,7 +46,7 @@ def parameter_bwd_kernel(  # type: ignore[no-untyped-def]
     for tile in tl.range(part, tl.cdiv(n_rows, ROWS), n_parts, num_stages=STAGES):
         row = rows_of(tile, ROWS)
         there = row < n_rows
-        scale = load(scale_ptr + row * GROUPS + group, there, "")
+        scale = rounded(load(scale_ptr + row * GROUPS + group, there, ""), SCALE, EMULATE)
         mean = load(mean_ptr + row * GROUPS + group, there, "") if mean_ptr is not None else None
         dy, _, n, factor, _ = read_tile(
             dy_ptr,

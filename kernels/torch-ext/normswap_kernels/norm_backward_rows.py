@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .gradient_tiles import along_moment, elements_of, gain_of, read_tile, row_gradient, rows_of
-from .tiles import both, load, load_parameter, round_to, row_total, widen
+from .tiles import both, load, load_parameter, round_to, rounded, row_total, widen
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_parts"])
@@ -34,6 +34,7 @@ def norm_bwd_kernel(  # type: ignore[no-untyped-def]
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OFFSET: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,7 +66,8 @@ def norm_bwd_kernel(  # type: ignore[no-untyped-def]
         there = None if ROWS == 1 else row < n_rows
         mask = both(there, in_row)
         out = (row * GROUPS + group) * N
-        scale = load(scale_ptr + row * GROUPS + group, there, "")
+        saved = load(scale_ptr + row * GROUPS + group, there, "")
+        scale = rounded(saved, SCALE, EMULATE)
         mean = load(mean_ptr + row * GROUPS + group, there, "") if mean_ptr is not None else None
         dy, x, n, factor, slope = read_tile(
             dy_ptr,
@@ -98,7 +100,7 @@ def norm_bwd_kernel(  # type: ignore[no-untyped-def]
         if db_ptr is not None:
             db += dy
         d = dy * gain if w_ptr is not None else dy
-        along = along_moment(row_total(d * n), scale, eps, COUNT, EPS_POSITION)
+        along = along_moment(row_total(d * n), saved, eps, COUNT, EPS_POSITION, SCALE, EMULATE)
         centre = tl.div_rn(row_total(d), N * 1.0) if mean_ptr is not None else None
         dx = row_gradient(d, n, scale, along, centre, cols, COUNTED, N)
         if GATE == "before":
@@ -138,6 +140,7 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OFFSET: tl.constexpr,
+    SCALE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -152,7 +155,8 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
     row = (program // GROUPS).to(tl.int64) + tl.arange(0, 1)[:, None]
     COUNT: tl.constexpr = 1 if SUM else COUNTED
     block = tl.arange(0, BLOCK_N)[None, :]
-    scale = tl.load(scale_ptr + row * GROUPS + group)
+    saved = tl.load(scale_ptr + row * GROUPS + group)
+    scale = rounded(saved, SCALE, EMULATE)
     mean = tl.load(mean_ptr + row * GROUPS + group) if mean_ptr is not None else None
 
     products = tl.zeros((1, BLOCK_N), tl.float32)
@@ -186,7 +190,7 @@ def norm_bwd_loop_kernel(  # type: ignore[no-untyped-def]
         products += d * n
         if mean_ptr is not None:
             total += d
-    along = along_moment(row_total(products), scale, eps, COUNT, EPS_POSITION)
+    along = along_moment(row_total(products), saved, eps, COUNT, EPS_POSITION, SCALE, EMULATE)
     centre = tl.div_rn(row_total(total), N * 1.0) if mean_ptr is not None else None
 
     for start in range(0, n_cols, BLOCK_N):

@@ -19,6 +19,7 @@ from .tiles import (
     load,
     load_parameter,
     round_to,
+    rounded,
     row_offsets,
     row_total,
     scale_of,
@@ -50,6 +51,7 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     OFFSET: tl.constexpr,
+    SCALE: tl.constexpr,
     MIDDLE: tl.constexpr,
     PRODUCT: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -60,7 +62,8 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
     """Normalise ROWS rows of one group; neighbouring programs work on neighbouring groups.
 
     ``strides`` are (row, group, column) of x, residual and gate, or None where all lie densely. ``COUNTED`` is the
-    number of leading columns in the moment; ``SUM`` says that it is their sum, not their mean.
+    number of leading columns in the moment; ``SUM`` says that it is their sum, not their mean. The scale that is stored
+    is not rounded to ``SCALE``: its own gradient is taken there.
     """
     program = tl.program_id(0)
     group = (program % GROUPS).to(tl.int64)
@@ -121,13 +124,14 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
                 tl.store(mean_ptr + row * GROUPS + group, mean, mask=there)
         counted = v if COUNTED == N else tl.where(block < COUNTED, v, 0.0)
         scale = scale_of(row_total(counted * counted), eps, COUNT, EPS_POSITION)
+        applied = rounded(scale, SCALE, EMULATE)
         if not (EARLY or GATE == "before"):
             gate = load(gate_rows + cols * gate_step, mask, "") if gate_ptr is not None else None
         if not EARLY:
             w = load_parameter(w_row, block, in_row, ROWS, BLOCK_N) if w_ptr is not None else None
             b = load_parameter(b_row, block, in_row, ROWS, BLOCK_N) if b_ptr is not None else None
         after = gate if GATE == "after" else None
-        y = finish(v * scale, w, b, after, OFFSET, MIDDLE, PRODUCT, ACTIVATION, EMULATE)
+        y = finish(v * applied, w, b, after, OFFSET, MIDDLE, PRODUCT, ACTIVATION, EMULATE)
         tl.store(y_rows + block, round_to(y, OUT, EMULATE), mask=mask)
     else:
         tl.static_assert(ROWS == 1)
@@ -168,6 +172,7 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
             if mean_ptr is not None:
                 tl.store(mean_ptr + row * GROUPS + group, mean)
         scale = scale_of(row_total(second), eps, COUNT, EPS_POSITION)
+        applied = rounded(scale, SCALE, EMULATE)
         if residual_ptr is not None:
             # Other threads of this program may have written what is now read back.
             tl.debug_barrier()
@@ -187,7 +192,7 @@ def _norm_fwd_kernel(  # type: ignore[no-untyped-def]
             if KIND == "layer":
                 v = v - mean
             after = gate if GATE == "after" else None
-            y = finish(v * scale, w, b, after, OFFSET, MIDDLE, PRODUCT, ACTIVATION, EMULATE)
+            y = finish(v * applied, w, b, after, OFFSET, MIDDLE, PRODUCT, ACTIVATION, EMULATE)
             tl.store(y_rows + cols, round_to(y, OUT, EMULATE), mask=in_row)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row * GROUPS + group, scale, mask=there)
@@ -207,6 +212,7 @@ def _options(formula: Formula, groups: int, width: int, align: int, device: Devi
         "GATE": formula.gate_position,
         "ACTIVATION": formula.activation,
         "OFFSET": float(formula.offset),
+        "SCALE": triton_dtype(formula.scale_dtype),
         "MIDDLE": triton_dtype(formula.round_dtype),
         "PRODUCT": triton_dtype(formula.product_dtype),
         "ALIGN": align,

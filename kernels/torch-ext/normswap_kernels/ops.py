@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .formula import EpsPosition, Formula, Kind, Reduction, product_rounding
 from .registration import outside_of_eager, recorded, run
-from .validation import LARGEST, check_input, check_norm, check_options, check_partial
+from .validation import LARGEST, check_input, check_norm, check_options, check_partial, check_scale
 
 
 def rms_norm(
@@ -23,6 +23,7 @@ def rms_norm(
     partial: int | None = None,
     eps_position: EpsPosition = "inside",
     reduction: Reduction = "mean",
+    scale_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Divide each row by its root mean square, times a gain.
@@ -47,6 +48,8 @@ def rms_norm(
         eps_position: ``"inside"`` the root; ``"outside"``: ``1 / (sqrt(m) + eps)``; ``"clamp"``:
             ``1 / max(sqrt(m), eps)``.
         reduction: ``"mean"`` of the squares, or their ``"sum"`` for L2 normalisation.
+        scale_dtype: dtype (float32, float16 or bfloat16) that ``1 / sqrt(m + eps)`` is rounded to before ``x`` is
+            multiplied by it; None for no rounding there. The gradient passes straight through.
         backend: ``"auto"``, ``"triton"``, ``"cpu"`` or ``"interpret"``; see `check_backend`.
 
     Returns:
@@ -67,6 +70,9 @@ def rms_norm(
     formula = _formula(
         "rms", x, weight, bias, eps, offset, round_dtype, out_dtype, groups, partial, eps_position, reduction
     )
+    if scale_dtype is not None:
+        check_scale(scale_dtype)
+        formula = formula._replace(scale_dtype=scale_dtype)
     check_norm(formula, x, weight, bias)
     if type(groups) is not int or groups != 1 or eps_position != "inside" or reduction != "mean":
         check_options(formula, x, weight, bias)

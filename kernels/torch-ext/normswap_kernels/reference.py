@@ -113,7 +113,8 @@ def _apply(
     v = summed
     if formula.gate_position == "before" and activated is not None:
         v = v * activated
-    y = rounded_to(_normalise(formula, v.unflatten(-1, (formula.groups, -1))).flatten(-2), formula.round_dtype)
+    v, scale = _centre_and_scale(formula, v.unflatten(-1, (formula.groups, -1)))
+    y = rounded_to((v * rounded_to(scale, formula.scale_dtype)).flatten(-2), formula.round_dtype)
     if weight is not None:
         y = rounded_to(y * (weight.to(compute) + formula.offset), formula.product_dtype)
     if bias is not None:
@@ -123,16 +124,16 @@ def _apply(
     return y
 
 
-def _normalise(formula: Formula, v: Tensor) -> Tensor:
+def _centre_and_scale(formula: Formula, v: Tensor) -> tuple[Tensor, Tensor]:
     if formula.kind == "layer":
         v = v - v.mean(-1, keepdim=True)
     squares = v[..., : formula.partial or None].pow(2)
     moment = squares.mean(-1, keepdim=True) if formula.reduction == "mean" else squares.sum(-1, keepdim=True)
     if formula.eps_position == "inside":
-        return v * (1 / torch.sqrt(moment + formula.eps))
+        return v, 1 / torch.sqrt(moment + formula.eps)
     if formula.eps_position == "outside":
-        return v * (1 / (torch.sqrt(moment) + formula.eps))
-    return v * (1 / torch.sqrt(moment).clamp_min(formula.eps))
+        return v, 1 / (torch.sqrt(moment) + formula.eps)
+    return v, 1 / torch.sqrt(moment).clamp_min(formula.eps)
 
 
 def _activate(formula: Formula, gate: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ NORMS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_
 _FORMULA = (
     "str kind, float eps, float offset, ScalarType? round_dtype, ScalarType? product_dtype, ScalarType out_dtype, "
     "int groups, int partial, str eps_position, str reduction, str gate_position, str activation, "
-    "ScalarType? sum_dtype"
+    "ScalarType? sum_dtype, ScalarType? scale_dtype"
 )
 _FORWARD = (
     f"(Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias, {_FORMULA}, bool save, str backend) "

@@ -136,6 +136,19 @@ def check_rounding(name: str, dtype: object) -> None:
         raise TypeError(f"expected {name} to be a floating dtype of torch, got {dtype}: pass float32 or a narrower one")
 
 
+def check_scale(dtype: object) -> None:
+    """Refuse a dtype that no scale of a row is rounded to.
+
+    Raises:
+        TypeError: another than float32, float16 and bfloat16.
+    """
+    if dtype not in PARAMETER_DTYPES:
+        raise TypeError(
+            f"expected scale_dtype to be float32, float16, bfloat16 or None, got {dtype}: pass the dtype that the norm "
+            "rounds its scale to"
+        )
+
+
 def check_quantized(dtype: object) -> None:
     """Refuse a dtype that is not quantized to.
 
