@@ -112,6 +112,13 @@ class NarrowNorm(RowNorm):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
+class ScaleRoundedNorm(nn.Module):
+    """Rounds what it multiplies a row by, as DeepSeek-V4's norm without gain does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
 class OutsideEpsNorm(RowNorm):
     """eps outside the root."""
 

@@ -41,6 +41,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "a gate before": lambda: hk.GateBeforeNorm(16),
     "a gate after": lambda: hk.GateFirstNorm(16),
     "statistics in the input's dtype": lambda: hw.NarrowNorm(16),
+    "a scale rounded to the input's dtype": hw.ScaleRoundedNorm,
     "channels of a sequence": lambda: hk.SequenceChannelNorm(16),
 }
 
