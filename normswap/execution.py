@@ -72,7 +72,7 @@ class Execution:
             x, gate = args[0], None
         else:
             x, gate = self.bind(args, kwargs)
-        if x is None or (self.spec.ranks and x.dim() not in self.spec.ranks) or _transformed():
+        if x is None or not self._fits(x) or _transformed():
             return self.original.forward(module, *args, **kwargs)
         spec = self.spec
         gain = None if spec.gain_name is None else getattr(module, spec.gain_name)
@@ -92,6 +92,19 @@ class Execution:
         for name in spec.then:
             y = getattr(module, name)(y)
         return y
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether an input has the shape that the formula is of; of another the original says what is wrong."""
+        spec = self.spec
+        if x.dim() == 0 or (spec.ranks and x.dim() not in spec.ranks) or x.is_nested:
+            return False
+        if spec.width is None:
+            return True
+        if spec.axis == "channels":
+            return x.size(1) == spec.width
+        if spec.joins > 1:
+            return x.size(-1) * spec.joins == spec.width and x.size(-2) == spec.joins
+        return x.size(-1) == spec.width and (spec.heads == 1 or (x.dim() > 1 and x.size(-2) == spec.heads))
 
     def _are_rows(self, *parameters: Tensor | None) -> bool:
         return all(p is None or (p.dim() == self._parameter_dim and p.size(-1) > 1) for p in parameters)
@@ -170,7 +183,7 @@ class Execution:
         if torch.compiler.is_compiling() or distributed.involved(x, gate, gain) or not x.numel():
             return None
         bias = None if self.spec.bias_name is None else getattr(module, self.spec.bias_name)
-        x, gate = _few_rows(x, self.spec), None if gate is None else _few_rows(gate, self.spec)
+        x, gate = _like_few_rows(x, self.spec), None if gate is None else _like_few_rows(gate, self.spec)
         arguments = {self.spec.input_name: x} | ({} if gate is None else {str(self.spec.gate_name): gate})
         with torch.no_grad(), bare(module, self.spec.then):
             expected = self.original.forward(module, **arguments)
@@ -194,12 +207,11 @@ def _nearly_equal(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= 1e-5 * b.norm())
 
 
-def _few_rows(x: Tensor, spec: NormSpec) -> Tensor:
+def _like_few_rows(x: Tensor, spec: NormSpec) -> Tensor:
+    """Draw a few rows of the rank, dtype and device of an input; its own could be all zeros, which tell nothing."""
     keep = (1,) if spec.axis == "channels" else range(x.dim() - (2 if max(spec.heads, spec.joins) > 1 else 1), x.dim())
-    for dim in range(x.dim()):
-        if dim not in keep:
-            x = x.narrow(dim, 0, min(4, x.size(dim)))
-    return x
+    shape = [size if dim in keep else min(4, size) for dim, size in enumerate(x.shape)]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x.device, x.dtype)
 
 
 def _call(spec: NormSpec, where: Rounding, backend: str, *, gated: bool) -> Callable[..., Tensor]:

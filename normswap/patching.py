@@ -101,9 +101,17 @@ def apply_plan(model: nn.Module, plan: Plan, *, backend: str, verify: bool) -> N
             if key not in seen:
                 seen.add(key)
                 checking.check_swap(module, decision.name, decision.spec, backend)
-    for decision, module in chosen:
-        assert decision.spec is not None
-        modules.swap(module, decision.spec, backend)
+    before = [modules.execution_of(module) if isinstance(module, modules.FusedNorm) else None for _, module in chosen]
+    try:
+        for decision, module in chosen:
+            assert decision.spec is not None
+            modules.swap(module, decision.spec, backend)
+    except BaseException:
+        for (_, module), execution in zip(chosen, before, strict=True):
+            modules.unswap(module)
+            if execution is not None:
+                modules.swap(module, execution.spec, execution.backend)
+        raise
 
 
 def _require_module(model: object) -> None:

@@ -122,6 +122,7 @@ def prove_invariance(replica: Replica, spec: NormSpec) -> NormSpec:
             lambda t: t.reshape(2, 3, 4, *row),
             lambda t: t.reshape(24, *row).repeat(many, *once),
             lambda t: torch.cat([t, t], -1)[..., : replica.width],
+            lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
         ]
     ran: dict[int, bool] = {}
     for view in views:

@@ -175,6 +175,10 @@ def _name_gain(replica: Replica, spec: NormSpec, gain: torch.Tensor) -> NormSpec
                     return replace(found, gain=form, gain_name=name)
         if relative(gain, torch.full_like(gain, factor)) < _FITS:
             return found
+    unbiased = gain * (length / (length - 1)) ** 0.5
+    for tensor in replica.tensors.values():
+        if spec.kind == "layer" and relative(unbiased, spec.row(tensor).double().expand_as(gain)) < _FITS:
+            raise Unfit("it divides by the unbiased standard deviation, of n - 1, which is not swapped", is_norm=True)
     raise Unfit(f"its gain is neither w nor 1 + w of a parameter ({spec.kind} normalisation)", is_norm=True)
 
 

@@ -324,3 +324,17 @@ class RegisteringNorm(RowNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x)
+
+
+class UnbiasedNorm(RowNorm):
+    """A LayerNorm by ``std``, which divides by n - 1, and an eps beside it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
+
+
+class ContiguousNorm(RowNorm):
+    """Computes something else on rows that do not lie densely."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x) * (1.01 if x.stride(-1) != 1 else 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import handwritten as hw
 import handwritten_kinds as hk
@@ -168,3 +169,60 @@ def test_what_it_runs_survives_pickling() -> None:
     norm = swapped(hk.GateBeforeNorm())
     before, after = modules.execution_of(norm), pickle.loads(pickle.dumps(modules.execution_of(norm)))
     assert (after.spec, after.backend, after.original) == (before.spec, before.backend, before.original)
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (3, 1), (), (5, 4, 8), (2, 32, 3, 3)])
+@pytest.mark.parametrize("name", ["LayerNorm", "no gain", "per head", "image"])
+def test_shapes_that_are_not_the_norms_are_the_originals_affair(name: str, shape: tuple[int, ...]) -> None:
+    norms = {
+        "LayerNorm": nn.LayerNorm(64),
+        "no gain": nn.LayerNorm(64, elementwise_affine=False),
+        "per head": hw.PerHeadNorm(4, 16),
+        "image": hk.ImageNorm(64),
+    }
+    norm, x = swapped(norms[name]), torch.randn(shape)
+    try:
+        expected = modules.original_forward(norm, x)
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)) as found:
+            norm(x)
+        assert str(found.value) == str(error)
+    else:
+        # A gain of heads is spread over a row of one number.
+        assert name == "per head" and torch.equal(norm(x), expected)
+
+
+def test_nested_tensors_go_to_the_original() -> None:
+    norm = swapped(nn.LayerNorm(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for layout in (torch.strided, torch.jagged):
+            x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=layout)
+            for one, other in zip(norm(x).unbind(), modules.original_forward(norm, x).unbind(), strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_what_happens_under_autocast_is_not_learned_from_zeros() -> None:
+    norm = swapped(hk.NarrowingNorm())
+    with torch.autocast("cpu", torch.bfloat16):
+        norm(torch.zeros(5, 64, dtype=torch.bfloat16))
+        x = torch.randn(5, 64).bfloat16()
+        assert torch.equal(norm(x), modules.original_forward(norm, x))
+
+
+def test_a_swap_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), hw.Scale(8), nn.LayerNorm(8))
+    normswap.patch(model[:1])
+    swap = modules.swap
+
+    def fail(module: nn.Module, *args: object) -> None:
+        if isinstance(module, hw.Scale):
+            raise KeyboardInterrupt
+        swap(module, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(modules, "swap", fail)
+    with pytest.raises(KeyboardInterrupt):
+        normswap.patch(model, backend="cpu", verify=False)
+    monkeypatch.undo()
+    assert [isinstance(module, modules.FusedNorm) for module in model] == [True, False, False]
+    assert modules.execution_of(model[0]).backend == "auto"

@@ -112,6 +112,8 @@ REFUSED = {
     hk.SometimesActingNorm: "its norm does not simply stand before its other modules (act)",
     hk.RememberingNorm: "it changes its own attributes or buffers when it runs",
     hk.RecordingNorm: "it changes its own attributes or buffers when it runs",
+    hk.UnbiasedNorm: "it divides by the unbiased standard deviation",
+    hk.ContiguousNorm: "it computes something else on an input of shape",
     hk.MaximumNorm: "it is neither RMSNorm nor LayerNorm over the last dimension",
     hk.SummingNorm: "it normalises a mixture of its two inputs",
     hk.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
