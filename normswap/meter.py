@@ -248,7 +248,7 @@ def _as_input(spec: NormSpec, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(-1, (spec.joins, -1))
     if spec.axis == "channels":
         rows = rows.movedim(-1, 1).contiguous()
-        return rows.unsqueeze(-1) if spec.ranks == (4,) else rows
+        return rows.unsqueeze(-1) if 3 not in spec.ranks else rows
     return rows.flatten(0, 1) if spec.ranks == (2,) and spec.heads == 1 else rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -131,9 +131,26 @@ def prove_invariance(replica: Replica, spec: NormSpec) -> NormSpec:
         if result is not None and relative(result, view(y)) > 1e-5:
             raise Unfit(f"it computes something else on an input of shape {list(given.shape)}", is_norm=True)
         ran[given.dim()] = ran.get(given.dim(), True) and result is not None
+    if replica.arrangement in ("image", "sequence"):
+        return replace(spec, ranks=tuple(_ranks_of_channels(replica, x, y, gate)))
     if replica.arrangement != "rows" or all(ran.values()):
         return spec
     return replace(spec, ranks=tuple(sorted(rank for rank, did in ran.items() if did)))
+
+
+def _ranks_of_channels(replica: Replica, x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor | None) -> Iterator[int]:
+    """Yield the ranks of an input in which a norm over channels computes the same."""
+    for sizes in ((12,), (3, 4), (2, 2, 3)):
+
+        def channels(t: torch.Tensor, sizes: tuple[int, ...] = sizes) -> torch.Tensor:
+            return t.movedim(-1, 1).reshape(2, replica.width, *sizes)
+
+        try:
+            result = replica.run(channels(x), None if gate is None else channels(gate), arranged=True)
+        except Unfit:
+            continue
+        if relative(result, channels(y)) <= 1e-5:
+            yield 2 + len(sizes)
 
 
 def prove_extremes(replica: Replica, spec: NormSpec) -> None:

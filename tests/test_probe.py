@@ -83,7 +83,7 @@ RIGHT = {
         rms(kind="layer", groups=4, joins=4, ranks=(4,), cast="before_gain", out="promote"),
     ),
     "one thing for sequences, another for images": (hk.RankNorm(), rms(ranks=(1, 2, 3))),
-    "channels of anything": (hk.ChannelsOfAnyNorm(), rms(axis="channels", ranks=(4,))),
+    "channels of anything": (hk.ChannelsOfAnyNorm(), rms(axis="channels", ranks=(3, 4, 5))),
     "a cast after the activation": (
         hk.ActingBeforeTheCastNorm(),
         rms(then=("act",), own_code=("bfloat16", "float16")),
