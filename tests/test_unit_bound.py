@@ -132,5 +132,7 @@ def test_a_million_rows_stay_within_the_unit_bound(kind: str, dtype: torch.dtype
 def test_a_slightly_different_formula_does_not() -> None:
     module, spec = built("Llama's", torch.bfloat16)
     assert failures_of(module, spec, torch.bfloat16, swapped=replace(spec, cast="after_gain"))
+    module, spec = built("a scale rounded to the input's dtype", torch.bfloat16)
+    assert failures_of(module, spec, torch.bfloat16, swapped=replace(spec, scale_cast="none"))
     module, spec = built("eps as a clamp", torch.float32)
     assert failures_of(module, spec, torch.float32, swapped=replace(spec, eps_position="inside"))
