@@ -78,8 +78,7 @@ def _candidates(spec: NormSpec) -> Iterator[NormSpec]:
         yield replace(spec, cast=cast, out=out, offset_dtype=offset_dtype, product_cast=product)
     if spec.kind == "rms" and spec.eps_position == "inside" and spec.gate is None:
         for (cast, out), offset_dtype in itertools.product(_ROUNDINGS, sums):
-            if cast == "after_gain":
-                yield replace(spec, cast=cast, out=out, offset_dtype=offset_dtype, scale_cast="input")
+            yield replace(spec, cast=cast, out=out, offset_dtype=offset_dtype, scale_cast="input")
 
 
 def _own_code(missed: list[Any], ran: list[Any]) -> tuple[str, ...]:

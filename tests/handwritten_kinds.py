@@ -338,3 +338,10 @@ class ContiguousNorm(RowNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.normed(x) * (1.01 if x.stride(-1) != 1 else 1.0)
+
+
+class NarrowScaleNorm(RowNorm):
+    """Rounds the scale, then the row, then the product with the gain."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype) * self.weight

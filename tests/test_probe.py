@@ -88,6 +88,7 @@ RIGHT = {
         hk.ActingBeforeTheCastNorm(),
         rms(then=("act",), own_code=("bfloat16", "float16")),
     ),
+    "three roundings": (hk.NarrowScaleNorm(), rms(cast="before_gain", out="promote", scale_cast="input")),
     "rows in two dimensions only": (hk.FlatNorm(), rms(ranks=(2,))),
 }
 

@@ -155,7 +155,7 @@ def _magnitudes(
     if gate is not None:
         s = torch.sigmoid(gate)
         factor = gate * s if case.activation == "silu" else s
-        slope = (s * (1 + gate * (1 - s)) if case.activation == "silu" else s * (1 - s)).abs()
+        slope = s * (1 + gate.abs() * (1 - s)) if case.activation == "silu" else s * (1 - s)
     v = (row * factor if case.gate == "before" else row).unflatten(-1, (groups, -1))
     off = torch.zeros(())
     if case.kind == "layer":

@@ -233,6 +233,8 @@ def covering_cases(
                 covered = sum(pick.get(a) == i and pick.get(b) == j for (a, i), (b, j) in todo)
                 best = max(best, (covered, pick), key=lambda entry: entry[0])
         pick = best[1]
+        if not best[0]:
+            raise ValueError(f"no case was found in which {seed} meet")
         todo = {pair for pair in todo if not all(pick.get(name) == index for name, index in pair)}
         if pick:
             cases.append(case_type(**{name: choices[name][index] for name, index in pick.items()}))
