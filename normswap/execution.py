@@ -68,7 +68,7 @@ class Execution:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute what the original's forward would return for these arguments."""
-        if len(args) == 1 and not kwargs and self._x_at == 0:
+        if len(args) == 1 and not kwargs and self._x_at == 0 and isinstance(args[0], Tensor):
             x, gate = args[0], None
         else:
             x, gate = self.bind(args, kwargs)
@@ -138,10 +138,11 @@ class Execution:
                 value, left = kwargs[name], left - 1
             found.append(value)
         x, gate = found
-        fits = left == 0 and isinstance(x, Tensor) and (gate is None or isinstance(gate, Tensor))
-        if not fits or (gate is not None and gate.shape != x.shape):
+        if left or not isinstance(x, Tensor):
             return None, None
-        return x, gate
+        if gate is None or (isinstance(gate, Tensor) and gate.dtype in _SERVED and gate.shape == x.shape):
+            return x, gate
+        return None, None
 
     def _prepared(
         self, call: Callable[..., Tensor], x: Tensor, gate: Tensor | None, gain: Tensor | None, bias: Tensor | None

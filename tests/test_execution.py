@@ -102,6 +102,23 @@ def test_gates_are_found_by_position_and_by_name(
     torch.testing.assert_close(got, expected)
 
 
+def test_what_is_no_tensor_fails_as_before() -> None:
+    norm = swapped(hw.Scale(4))
+    for wrong in ([1.0, 2.0], None, 3):
+        with pytest.raises((AttributeError, TypeError)) as wanted:
+            modules.original_forward(norm, wrong)
+        with pytest.raises(type(wanted.value)) as found:
+            norm(wrong)
+        assert str(found.value) == str(wanted.value)
+
+
+def test_a_gate_of_another_dtype_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = swapped(hk.GateBeforeNorm())
+    calls = originals(norm, monkeypatch)
+    norm(torch.randn(3, 64), torch.randn(3, 64, dtype=torch.float64))
+    assert len(calls) == 1
+
+
 def test_a_gate_of_another_shape_goes_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = swapped(hk.GateBeforeNorm())
     calls = originals(norm, monkeypatch)
