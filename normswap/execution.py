@@ -68,6 +68,8 @@ class Execution:
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute what the original's forward would return for these arguments."""
+        x: Tensor | None
+        gate: Tensor | None
         if len(args) == 1 and not kwargs and self._x_at == 0 and isinstance(args[0], Tensor):
             x, gate = args[0], None
         else:
