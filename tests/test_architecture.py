@@ -178,3 +178,9 @@ def test_no_file_names_a_network_host() -> None:
 def test_no_file_is_long() -> None:
     lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in sources() if file.suffix == ".py"}
     assert {file.name: length for file, length in lengths.items() if length > 400} == {}
+
+
+def test_no_two_files_of_the_tests_share_a_name() -> None:
+    """Their folders are no packages: of two modules of one name the first that is imported would be both."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(name for name in names if names.count(name) > 1) == []
