@@ -17,20 +17,20 @@ from normswap import loading, modules
 from normswap.errors import CheckpointError, ParityError, UsageError
 from normswap.loading import Source
 from normswap.measuring import Serving, measure_modules, measure_sources, named_dtype
+from normswap.overview import render_plan
 from normswap.parity import Criterion, ParityReport
 from normswap.patching import Patterns, apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
 from normswap.quiet import first_line
-from normswap.spec import NormSpec
 
 __all__ = ["Conversion", "Inspection", "convert", "inspect", "load", "patch", "unpatch", "verify"]
 
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
-    """What is in a model and what would be done.
+    """What is in a model and what would be done; printed, the table of ``normswap inspect``.
 
     Attributes:
         model: id, folder or class that was looked at.
@@ -41,6 +41,9 @@ class Inspection:
     model: str
     model_type: str | None
     plan: Plan
+
+    def __repr__(self) -> str:
+        return render_plan(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``normswap inspect --json`` prints."""
@@ -134,13 +137,18 @@ def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module
 
 def _plan_of_manifest(model: nn.Module, manifest: dict[str, Any]) -> Plan:
     """Probe the model again and hold it to the specs that the manifest records."""
-    recorded = {norm["name"]: NormSpec.from_dict(norm["spec"]) for norm in manifest["norms"]}
+    recorded = {norm["name"]: norm["spec"] for norm in manifest["norms"]}
     plan = make_plan(model)
     found = {decision.name: decision.spec for decision in plan.swaps}
     for name, spec in recorded.items():
-        if found.get(name) != spec:
+        now = found.get(name)
+        # What an older version did not record is not held against it.
+        computed = {} if now is None else {key: value for key, value in now.to_dict().items() if key in spec}
+        if computed != spec:
+            other = {key: (value, computed.get(key)) for key, value in spec.items() if computed.get(key) != value}
+            differs = ", ".join(f"{key} {then!r}, got {value!r}" for key, (then, value) in other.items())
             raise CheckpointError(
-                f"expected the norm {name} to compute {spec}, as the manifest records, got {found.get(name)}; "
+                f"expected the norm {name} to compute what the manifest records ({differs if now else 'got none'}); "
                 "the checkpoint or the model's code changed since it was converted: convert it again"
             )
     return Plan(tuple(decision for decision in plan.decisions if decision.name in recorded))

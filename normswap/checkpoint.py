@@ -136,9 +136,9 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"expected JSON in {file}, got something else; convert the checkpoint again") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != _SCHEMA:
-        raise CheckpointError(
-            f"expected schema {_SCHEMA} in {file}, got {schema!r}; upgrade normswap (this is {__version__})"
-        )
+        newer = isinstance(schema, int) and schema > _SCHEMA
+        what = f"upgrade normswap (this is {__version__})" if newer else "convert the checkpoint again"
+        raise CheckpointError(f"expected schema {_SCHEMA} in {file}, got {schema!r}; {what}")
     if fault := _fault(data):
         raise CheckpointError(f"{MANIFEST} in {path} is damaged: {fault}; convert the checkpoint again")
     return data

@@ -59,7 +59,8 @@ def model_class(source: Source) -> type:
         )
     raise ModelError(
         f"expected a model class for {type(config).__name__} (architectures: {named}), transformers "
-        f"{transformers.__version__} has none; upgrade transformers"
+        f"{transformers.__version__} has none; "
+        + ("upgrade transformers" if named else "name the class in the configuration, under 'architectures'")
     )
 
 

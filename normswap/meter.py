@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from normswap.replica import bare
+from normswap.replica import ANY_WIDTH, bare
 from normswap.spec import NormSpec
 from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
 
@@ -18,8 +18,6 @@ __all__ = ["NormMeter", "NormUnderTest", "trial_inputs", "watching"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SAMPLE = 1 << 18
-# Length of a trial row for a norm that takes any.
-_ANY_WIDTH = 96
 # One in so many elements of a float16 result may differ: of those that cancel further nothing can be said.
 _CANCELLED = 1e3
 
@@ -224,7 +222,7 @@ def trial_inputs(spec: NormSpec) -> Iterator[dict[str, torch.Tensor]]:
         The row, and the gate if any, by the names that the norm's forward gives them.
     """
     generator = torch.Generator().manual_seed(0)
-    row = (spec.heads, spec.width or _ANY_WIDTH) if spec.heads > 1 else (spec.width or _ANY_WIDTH,)
+    row = (spec.heads, spec.width or ANY_WIDTH) if spec.heads > 1 else (spec.width or ANY_WIDTH,)
     small = max(spec.eps, 1e-12)
     small = small**0.5 if spec.eps_position == "inside" else small
     for sizes, scale in (
@@ -248,7 +246,7 @@ def _as_input(spec: NormSpec, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(-1, (spec.joins, -1))
     if spec.axis == "channels":
         rows = rows.movedim(-1, 1).contiguous()
-        return rows.unsqueeze(-1) if 3 not in spec.ranks else rows
+        return rows.reshape(*rows.shape, *(1,) * (min(spec.ranks) - 3))
     return rows.flatten(0, 1) if spec.ranks == (2,) and spec.heads == 1 else rows
 
 

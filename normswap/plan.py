@@ -126,15 +126,15 @@ class Plan:
         """
         if self.swaps:
             return
-        if not self.decisions:
+        refused = [row for row in self.rows() if row["of_rows"]]
+        if not refused:
             code = f" ({len(self.functions)} are code, {self.functions[0].reason})" if self.functions else ""
             raise NothingToPatchError(
                 f"expected a model with at least one RMSNorm or LayerNorm, found none{code}; nothing was changed"
             )
-        reasons = "; ".join(f"{row['pattern']} ({row['class']}): {row['reason']}" for row in self.rows()[:5])
-        raise NothingToPatchError(
-            f"none of the {len(self.decisions)} norms can be swapped, so nothing was changed: {reasons}"
-        )
+        reasons = "; ".join(f"{row['pattern']} ({row['class']}): {row['reason']}" for row in refused[:5])
+        count = sum(row["count"] for row in refused)
+        raise NothingToPatchError(f"none of the {count} norms can be swapped, so nothing was changed: {reasons}")
 
 
 def make_plan(

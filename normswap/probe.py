@@ -23,6 +23,8 @@ __all__ = ["Refusal", "probe", "settings_key"]
 _NAMED_LIKE_A_NORM = re.compile(r"norm(?!al(?!iz|is))|(?<![A-Z])LN(?![a-z])|RMS", re.IGNORECASE)
 _CONTAINER_NORM = re.compile(r"Norm(Gated|PerHead|Layer|alization)?(\dd)?$")
 _NO_SETTINGS = set(vars(nn.Module()))
+# A list that contains itself ends here.
+_DEEPEST = 8
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,11 @@ def settings_key(module: nn.Module) -> Hashable:
     return original_class(module), *settings, has_own_forward(module)
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object, depth: int = 0) -> bool:
     """Whether a setting is told from others by its words; a configuration, shared by all layers, is by what it is."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(_is_plain(entry) for entry in value)
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        entries = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth < _DEEPEST and all(_is_plain(entry, depth + 1) for entry in entries)
     return isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from normswap.meter import NormMeter
-from normswap.replica import Replica, Unfit
+from normswap.replica import CHANNELS, Replica, Unfit
 from normswap.spec import NormSpec, dtype_name
 from normswap.stats import FLOAT32_NOISE
 
@@ -131,7 +131,7 @@ def prove_invariance(replica: Replica, spec: NormSpec) -> NormSpec:
         if result is not None and relative(result, view(y)) > 1e-5:
             raise Unfit(f"it computes something else on an input of shape {list(given.shape)}", is_norm=True)
         ran[given.dim()] = ran.get(given.dim(), True) and result is not None
-    if replica.arrangement in ("image", "sequence"):
+    if replica.arrangement in CHANNELS:
         return replace(spec, ranks=tuple(_ranks_of_channels(replica, x, y, gate)))
     if replica.arrangement != "rows" or all(ran.values()):
         return spec
@@ -292,8 +292,8 @@ def try_run(replica: Replica, x: torch.Tensor, gate: torch.Tensor | None = None)
 
 
 def rows(replica: Replica, count: int) -> torch.Tensor:
-    """Draw ``(2, count / 2, *shape)`` normal numbers; the second size is even."""
-    return torch.randn(2, 2 * ((count + 3) // 4), *replica.shape)
+    """Draw ``(2, count / 2, *shape)`` normal numbers; the second size is a multiple of four."""
+    return torch.randn(2, 4 * ((count + 7) // 8), *replica.shape)
 
 
 def gates(spec: NormSpec, x: torch.Tensor) -> list[torch.Tensor | None]:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from normswap.proof import ELEMENTS, evaluate, gates, relative, row_count, rows, try_run
-from normswap.replica import Arrangement, NotRun, Replica, Unfit
+from normswap.replica import CHANNELS, Arrangement, NotRun, Replica, Unfit
 from normswap.signatures import required_names
 from normswap.spec import NormSpec, dtype_name
 
@@ -25,7 +25,7 @@ _GATES: tuple[tuple[Literal["before", "after"], Literal["silu", "sigmoid"]], ...
     ("before", "sigmoid"),
     ("after", "sigmoid"),
 )
-_RANKS: dict[Arrangement, int] = {"flat": 2, "sequence": 3, "image": 4, "heads": 4}
+_RANKS: dict[Arrangement, int] = {"flat": 2, "sequence": 3, "image": 4, "volume": 5, "heads": 4}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def find_formula(replica: Replica) -> NormSpec:
     spec = replace(_first_fit(replica), eps=1.0)
     spec = replace(spec, input_name=replica.input_name, gate_name=replica.gate_name)
     if replica.arrangement != "rows":
-        axis: Literal["last", "channels"] = "channels" if replica.arrangement in ("image", "sequence") else "last"
+        axis: Literal["last", "channels"] = "channels" if replica.arrangement in CHANNELS else "last"
         x = replica.arrange(rows(replica, 8))
         y = replica.run(x, None if spec.gate is None else x, arranged=True)
         ranks = (_RANKS[replica.arrangement],)
@@ -67,7 +67,7 @@ def _first_fit(replica: Replica) -> NormSpec:
         orders = [[row], *([row, name] for name in replica.names[:3] if name != row)]
     arrangements: list[tuple[Arrangement, int]] = [("rows", 1)]
     if len(replica.shape) == 1:
-        arrangements += [("image", 1), ("sequence", 1)]
+        arrangements += [("image", 1), ("sequence", 1), ("volume", 1)]
         arrangements += [("heads", heads) for heads in replica.head_counts()]
         # Last, since a matrix of rows looks the same to a norm over channels.
         arrangements += [("flat", 1)]
@@ -79,12 +79,12 @@ def _first_fit(replica: Replica) -> NormSpec:
             return _fit(replica)
         except Unfit as unfit:
             if isinstance(unfit, _NoNorm) and len(order) == 1:
-                raise Unfit(str(unfit)) from None
+                raise
             # The first that it says of rows that it takes; of others, it says nothing.
             if first is None or (isinstance(first, NotRun) and not isinstance(unfit, NotRun)):
                 first = unfit
     assert first is not None
-    raise Unfit(str(first), is_norm=first.is_norm)
+    raise first
 
 
 class _NoNorm(Unfit):
@@ -107,7 +107,7 @@ def _fit(replica: Replica) -> NormSpec:
         if relative(replica.run(4 * x, gate), y) > 1e-3:
             if gate is not None and relative(replica.run(4 * x, 4 * gate), y) < 1e-3:
                 raise Unfit("it normalises a mixture of its two inputs, which is not swapped", is_norm=True)
-            raise _NoNorm("it does not normalise: its output changes with the scale of its input")
+            raise _NoNorm("it does not normalise: its output changes with the scale of its input", of_rows=False)
     trial = _Trial(x, gate, y)
     for candidate in _plain_candidates(replica, gate is not None):
         if spec := _matched(replica, candidate, trial):

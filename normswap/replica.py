@@ -17,18 +17,19 @@ from normswap.distributed import held
 from normswap.signatures import parameter_names, required_names, takes_a_dictionary
 from normswap.wrapping import has_own_forward, original_class, plain_state
 
-__all__ = ["Arrangement", "NotRun", "Replica", "Unfit", "bare", "followers", "original_class"]
+__all__ = ["ANY_WIDTH", "CHANNELS", "Arrangement", "NotRun", "Replica", "Unfit", "bare", "followers", "original_class"]
 
 # Length of a row for a norm that has no parameters to say it: with many divisors, for grouped ones.
-_ANY_WIDTH = 96
+ANY_WIDTH = 96
 _MOST_CHILDREN = 3
 
-Arrangement = Literal["rows", "flat", "image", "sequence", "heads"]
+Arrangement = Literal["rows", "flat", "sequence", "image", "volume", "heads"]
 """How rows lie in what a module takes.
 
-``(..., width)``, ``(N, width)``, ``(N, width, H, W)``, ``(N, width, L)``, or ``(N, L, heads, width / heads)`` with
-whole rows as the result.
+``(..., width)``, ``(N, width)``, ``(N, width, L)``, ``(N, width, H, W)``, ``(N, width, D, H, W)``, or
+``(N, L, heads, width / heads)`` with whole rows as the result.
 """
+CHANNELS: tuple[Arrangement, ...] = ("sequence", "image", "volume")
 
 
 class Unfit(Exception):
@@ -81,6 +82,10 @@ class Replica:
         self.module = self.cls.__new__(self.cls)
         state = _copied_state(module)
         self.children = {name: copy.deepcopy(child) for name, child in followers(module).items()}
+        for child in self.children.values():
+            if isinstance(child, nn.modules.dropout._DropoutNd) and child.p == 0:
+                # One that is off now may be on later, and must stand where it is found then.
+                child.p = 0.5
         vars(self.module).update(state)
         self.module._modules.update({name: nn.Identity() for name in self.children})
         self.tensors: dict[str, torch.Tensor] = {}
@@ -122,7 +127,7 @@ class Replica:
         if rows:
             shape = next(iter(rows.values()))
         else:
-            shape = (int(given[0]),) if isinstance(given, (tuple, list)) and given else (_ANY_WIDTH,)
+            shape = (int(given[0]),) if isinstance(given, (tuple, list)) and given else (ANY_WIDTH,)
         if shape[-1] < 2:
             raise Unfit("its rows are one element long")
         return shape
@@ -207,7 +212,8 @@ class Replica:
         if self.arrangement == "heads":
             return x.unflatten(-1, (self.joins, -1))
         x = x.reshape(2, -1, self.width).movedim(-1, 1).contiguous()
-        return x.unflatten(-1, (-1, 2)) if self.arrangement == "image" else x
+        sizes = {"image": (-1, 2), "volume": (-1, 2, 2 if x.size(-1) % 4 == 0 else 1)}.get(self.arrangement)
+        return x if sizes is None else x.unflatten(-1, sizes)
 
     def run(
         self, x: torch.Tensor, gate: torch.Tensor | None = None, *, training: bool = False, arranged: bool = False
@@ -234,9 +240,10 @@ class Replica:
         before, state = given.detach().clone(), self._state()
         try:
             y = self.cls.forward(self.module, **arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             words = " ".join(str(error).split())[:80] or type(error).__name__
-            raise NotRun(f"it does not run on rows of {self.width} numbers ({words})") from None
+            tried = "" if self.sized else ", a length that no parameter of it says"
+            raise NotRun(f"it does not run on rows of {self.width} numbers{tried} ({words})") from None
         if not torch.equal(given.detach().nan_to_num(1.0), before.nan_to_num(1.0)):
             raise Unfit("it changes its input in place")
         if self._state() != state:

@@ -345,3 +345,34 @@ class NarrowScaleNorm(RowNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(x.dtype) * self.weight
+
+
+class PixelNorm(nn.Module):
+    """StyleGAN's: over channels, without parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(1, keepdim=True) + 1e-8)).to(x.dtype)
+
+
+class VolumeNorm(nn.Module):
+    """LayerNorm over the channels of a volume."""
+
+    def __init__(self, dim: int = 64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.layer_norm(x.permute(0, 2, 3, 4, 1), self.weight.shape, self.weight, None, 1e-6)
+        return y.permute(0, 4, 1, 2, 3)
+
+
+class DroppingFirstNorm(RowNorm):
+    """A dropout that is off, before the norm."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(self.drop(x))

@@ -69,8 +69,24 @@ def test_inspect_has_one_entry_for_each_norm(llama: Path) -> None:
             "partial": None,
             "gate": None,
             "gate_position": None,
+            "heads": 1,
+            "reduction": "mean",
+            "gain_position": "after",
+            "offset_dtype": "float32",
+            "product_cast": "none",
+            "scale_cast": "none",
+            "gate_optional": False,
+            "input_name": "hidden_states",
+            "gate_name": None,
+            "axis": "last",
+            "ranks": [],
+            "dense": True,
+            "joins": 1,
+            "then": [],
+            "own_code": [],
         },
     }
+    assert str(found).endswith("5 norms: 5 to swap")
     assert json.loads(json.dumps(data)) == data
     assert [(row["pattern"], row["count"]) for row in found.plan.rows()] == [
         ("model.layers.*.input_layernorm", 2),

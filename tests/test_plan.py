@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import handwritten as hw
 import pytest
 import torch
 from torch import nn
 
-from normswap.errors import UsageError
+from normswap.errors import NothingToPatchError, UsageError
 from normswap.plan import make_plan
 
 pytestmark = pytest.mark.core
@@ -72,3 +73,11 @@ def test_what_is_no_norm_of_rows_itself_is_kept_apart() -> None:
     assert [decision.name for decision in plan.swaps] == ["heads.norms.0", "heads.norms.1"]
     excluded = make_plan(model, exclude="heads.*").decisions
     assert {decision.name for decision in excluded if decision.of_rows} == {"odd", "heads.norms.0", "heads.norms.1"}
+
+
+def test_of_a_model_without_norms_of_rows_nothing_is_counted() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), hw.NoNorm())
+    plan = make_plan(model)
+    assert len(plan.refusals) == 2 and not any(decision.of_rows for decision in plan.refusals)
+    with pytest.raises(NothingToPatchError, match="found none; nothing was changed"):
+        plan.require_swaps()

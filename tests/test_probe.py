@@ -84,6 +84,14 @@ RIGHT = {
     ),
     "one thing for sequences, another for images": (hk.RankNorm(), rms(ranks=(1, 2, 3))),
     "channels of anything": (hk.ChannelsOfAnyNorm(), rms(axis="channels", ranks=(3, 4, 5))),
+    "channels of pixels": (
+        hk.PixelNorm(),
+        NormSpec("rms", None, 1e-8, gain="none", gain_name=None, axis="channels", ranks=(3, 4, 5)),
+    ),
+    "channels of a volume": (
+        hk.VolumeNorm(),
+        NormSpec("layer", 64, 1e-6, axis="channels", ranks=(5,), dense=False),
+    ),
     "a cast after the activation": (
         hk.ActingBeforeTheCastNorm(),
         rms(then=("act",), own_code=("bfloat16", "float16")),
@@ -115,6 +123,7 @@ REFUSED = {
     hk.RecordingNorm: "it changes its own attributes or buffers when it runs",
     hk.UnbiasedNorm: "it divides by the unbiased standard deviation",
     hk.ContiguousNorm: "it computes something else on an input of shape",
+    hk.DroppingFirstNorm: "its norm does not simply stand before its other modules (drop)",
     hk.MaximumNorm: "it is neither RMSNorm nor LayerNorm over the last dimension",
     hk.SummingNorm: "it normalises a mixture of its two inputs",
     hk.GatedLayerNorm: "it is no norm with a gate by silu or sigmoid",
@@ -281,3 +290,16 @@ def test_a_class_is_not_told_of_the_swapped_one() -> None:
     norm = hk.RegisteringNorm()
     assert isinstance(normswap.patch(nn.Sequential(norm))[0], modules.FusedNorm)
     assert hk.RegisteringNorm.known == []
+
+
+def test_a_forward_that_ends_the_process_or_a_list_in_itself_ends_nothing() -> None:
+    class EndingNorm(hw.RowNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise SystemExit(3)
+
+    norm = EndingNorm()
+    norm.around = [norm.weight]  # type: ignore[assignment]
+    norm.around.append(norm.around)
+    result = probe(norm)
+    assert isinstance(result, Refusal) and "does not run" in result.reason
+    assert settings_key(norm) == settings_key(norm)
