@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from normswap import distributed
+from normswap import channels, distributed
 from normswap.errors import BackendError
 from normswap.replica import bare
 from normswap.signatures import parameter_names
@@ -151,6 +151,9 @@ class Execution:
     ) -> Tensor:
         """Bring the row and the parameters into the shape that kernels take, and the result back."""
         spec, given = self.spec, x
+        if gate is None and channels.takes(spec, x, gain, bias):
+            gain = spec.scale(gain, torch.float32)
+            return channels.norm_in_place(spec, x, gain, None if bias is None else spec.row(bias))
         x = spec.rows(x)
         if gain is not None and spec.offset_dtype == "weight" and spec.gain == "1+w":
             gain = gain + 1.0

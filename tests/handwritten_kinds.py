@@ -89,6 +89,16 @@ class ImageNorm(nn.Module):
         return y.permute(0, 3, 1, 2)
 
 
+class DenseImageNorm(ImageNorm):
+    """The same written out where the channels lie, with eps outside the root."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide - wide.mean(1, keepdim=True)
+        wide = wide / (wide.pow(2).mean(1, keepdim=True).sqrt() + 1e-3)
+        return (self.weight[:, None, None].float() * wide + self.bias[:, None, None].float()).to(x.dtype)
+
+
 class SequenceChannelNorm(nn.Module):
     """RMSNorm over the channels of a sequence, its gain stored as a column; the result is contiguous."""
 

@@ -161,6 +161,27 @@ def test_channels_keep_the_strides_of_the_original(cls: type[nn.Module], strided
     assert got.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("cls", [hk.SequenceChannelNorm, hk.PixelNorm, hk.ChannelsOfAnyNorm, hk.DenseImageNorm])
+@torch.no_grad()
+def test_dense_channels_are_normalised_where_they_lie(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = swapped(cls())
+    x = torch.randn(3, 64, 5) if cls is hk.SequenceChannelNorm else torch.randn(3, 64, 5, 7)
+    x[0, :, 0], x[1, 3, 0], x[2, 5, 1] = 0.0, torch.nan, torch.inf
+    x[1, :, 1] *= 1e-20
+    expected, before = modules.original_forward(norm, x), x.clone()
+    called: list[str] = []
+    movedim = torch.Tensor.movedim
+    monkeypatch.setattr(torch.Tensor, "movedim", lambda *a: called.append("movedim") or movedim(*a))
+    got = norm(x)
+    assert called == [] and got.is_contiguous()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
+    # Where rows have to be brought together, or a gradient is recorded, the kernels run.
+    with torch.enable_grad():
+        torch.testing.assert_close(norm(x.requires_grad_()), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert called
+
+
 @pytest.mark.parametrize(
     ("cls", "shape"),
     [
