@@ -181,3 +181,15 @@ def test_launches_are_measured_without_a_gpu(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     assert {"rms_norm", "layer_norm", "rms_norm_quant to int8"} <= {r["operation"] for r in data["results"]}
     assert all(min(r["bare_us"], r["allocated_us"], r["ours_us"], r["ratio"]) > 0 for r in data["results"])
+
+
+def test_planning_and_channels_are_measured(tmp_path: Path) -> None:
+    planned, channels = tmp_path / "planned.json", tmp_path / "channels.json"
+    done = run("planning.py", "--samples", "1", "--json", planned)
+    assert done.returncode in (0, 1), done.stderr
+    norms = {name: found["norms"] for name, found in json.loads(planned.read_text())["results"].items()}
+    assert norms == {"Llama 70B": 161, "Qwen3-MoE 235B": 377}
+    done = run("channels.py", "--samples", "1", "--json", channels)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(channels.read_text())
+    assert len(found) == 18 and sum(entry["own_code"] for entry in found) == 6
