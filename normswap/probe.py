@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -65,9 +65,7 @@ def probe(module: nn.Module) -> NormSpec | Refusal | None:
         with plain_surroundings(20240229):
             return _find(Replica(module))
     except Unfit as unfit:
-        # A frozen BatchNorm is known by the statistics that it keeps.
-        of_rows = unfit.of_rows and not hasattr(module, "running_var")
-        return Refusal(str(unfit), of_rows) if named or unfit.is_norm else None
+        return Refusal(str(unfit), unfit.of_rows) if named or unfit.is_norm else None
 
 
 def settings_key(module: nn.Module) -> Hashable:
@@ -138,9 +136,21 @@ def _find(replica: Replica) -> NormSpec:
     prove(replica, spec, ((torch.float32, torch.float32),))
     spec = find_rounding(replica, spec)
     prove(replica, spec, DTYPE_PAIRS)
-    if spec.width is None:
-        prove_any_width(replica, spec)
+    spec = _find_width(replica, spec)
     spec = prove_invariance(replica, spec)
     prove_extremes(replica, spec)
     prove_gradients(replica, spec)
     return prove_followers(replica, spec)
+
+
+def _find_width(replica: Replica, spec: NormSpec) -> NormSpec:
+    """Try rows of another length where none of the parameters is used; there may be one that is not."""
+    if spec.gain_name or spec.bias_name or replica.stated:
+        return spec
+    try:
+        prove_any_width(replica, spec)
+    except Unfit:
+        if spec.width is None:
+            raise
+        return spec
+    return replace(spec, width=None)

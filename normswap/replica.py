@@ -62,6 +62,7 @@ class Replica:
         cls: its class, the original one.
         shape: of one row: ``(width,)``, or ``(heads, width)`` beside a gain of that shape.
         sized: whether a parameter or a setting says so; a norm without takes rows of any length.
+        stated: whether a setting does.
         tensors: name to tensor, parameters and buffers alike; the copy reads these very tensors.
         arrangement: how `run` hands rows over.
         joins: heads of a row in the arrangement ``"heads"``.
@@ -96,8 +97,8 @@ class Replica:
         self.input_name = self.names[0] if self.names else "x"
         self.gate_name: str | None = None
         self.shape = self._find_shape(self.module)
-        stated = bool(getattr(self.module, "normalized_shape", None))
-        self.sized = stated or any(math.prod(size) > 1 for size in self._shapes.values())
+        self.stated = bool(getattr(self.module, "normalized_shape", None))
+        self.sized = self.stated or any(math.prod(size) > 1 for size in self._shapes.values())
 
     @property
     def width(self) -> int:
@@ -116,6 +117,8 @@ class Replica:
                 raise Unfit(f"its {name} holds {dtype}, not floating-point numbers")
         # A gain may be stored as (1, 1, width) or (width, 1, 1), and one number may stand for a whole row.
         rows = {name: tuple(n for n in size if n != 1) for name, size in shapes.items() if math.prod(size) != 1}
+        if {"running_mean", "running_var"} & shapes.keys():
+            raise Unfit("it applies stored statistics (running_mean, running_var), as a BatchNorm does", of_rows=False)
         if len(set(rows.values())) > 1 or len(shapes) > 2:
             raise Unfit(f"its parameters ({', '.join(shapes)}) are not a gain and a bias of one row")
         for name, size in rows.items():

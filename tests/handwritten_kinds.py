@@ -201,6 +201,14 @@ class NarrowingNorm(RowNorm):
         return (wide * weight.float()).to(x.dtype)
 
 
+class UnusedGainNorm(RowNorm):
+    """Holds a gain that it does not use, of another length than its rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 class MaximumNorm(nn.Module):
     """Forgets the scale of a row by its largest element."""
 

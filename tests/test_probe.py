@@ -69,6 +69,7 @@ RIGHT = {
     "the gate first": (hk.GateFirstNorm(), rms(gate="sigmoid", gate_position="after", gate_name="gate")),
     "a gate that has a default": (hk.HiddenGateNorm(), rms(gate="sigmoid", gate_position="after", gate_name="gate")),
     "dropout and activation after it": (hk.ActingNorm(), rms(then=("drop", "act"))),
+    "a gain that is not used": (hk.UnusedGainNorm(), rms(width=None, gain="none", gain_name=None)),
     "L2": (hk.L2Norm(), NormSpec("rms", None, 1e-6, gain="none", gain_name=None, reduction="sum")),
     "one number for a gain": (hk.ScalarNorm(), NormSpec("rms", None, 1e-6, gain_name="temperature")),
     "1 + w in the weight's dtype": (hk.NarrowOffsetNorm(), rms(gain="1+w", offset_dtype="weight")),
