@@ -27,7 +27,8 @@ class Swapped(nn.Module):
         self.gain_first = False
         self.spoil: float | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states
         wide = x.double()
         n = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         gain = (self.original.weight.double() + self.offset) * self.scale
@@ -95,6 +96,7 @@ class Pair:
                     module.original.variance_epsilon,
                     cast="before_gain",
                     out="promote",
+                    input_name="hidden_states",
                 ),
                 module=module,
                 original=module.original.forward,
