@@ -49,9 +49,11 @@ class Execution:
         self._gate_at = names.index(spec.gate_name) if spec.gate_name else -1
         gains = _SERVED if spec.gain_name else (None,)
         pairs = [(x, gain) for x in _SERVED for gain in gains if spec.covers(x, gain)]
-        self._plain = {pair: _call(spec, spec.rounding(*pair), backend, gated=False) for pair in pairs}
+        self._plain = {pair: _call(spec, spec.rounding(*pair), backend, pair[0], gated=False) for pair in pairs}
         self._gated = (
-            {pair: _call(spec, spec.rounding(*pair), backend, gated=True) for pair in pairs} if spec.gate else {}
+            {pair: _call(spec, spec.rounding(*pair), backend, pair[0], gated=True) for pair in pairs}
+            if spec.gate
+            else {}
         )
         if spec.gate and not spec.gate_optional:
             self._plain = {}
@@ -83,11 +85,11 @@ class Execution:
         call = calls.get((x.dtype, None if gain is None else gain.dtype))
         if call is None:
             return self.original.forward(module, *args, **kwargs)
-        if _has_autocast(x.device.type) and (call := self._under_autocast(module, x, gate, gain)) is None:
+        if _has_autocast(x) and (call := self._under_autocast(module, x, gate, gain)) is None:
             return self.original.forward(module, *args, **kwargs)
         if distributed.involved(x, gate, gain, bias):
             y = self._on_dtensors(module, call, (x, gate, gain, bias), args, kwargs)
-        elif self._direct and gate is None and self._are_rows(gain, bias):
+        elif self._direct and gate is None and self._is_row(gain) and self._is_row(bias):
             y = call(x, gain, bias)
         else:
             y = self._prepared(call, x, gate, gain, bias)
@@ -108,8 +110,8 @@ class Execution:
             return x.size(-1) * spec.joins == spec.width and x.size(-2) == spec.joins
         return x.size(-1) == spec.width and (spec.heads == 1 or (x.dim() > 1 and x.size(-2) == spec.heads))
 
-    def _are_rows(self, *parameters: Tensor | None) -> bool:
-        return all(p is None or (p.dim() == self._parameter_dim and p.size(-1) > 1) for p in parameters)
+    def _is_row(self, parameter: Tensor | None) -> bool:
+        return parameter is None or (parameter.dim() == self._parameter_dim and parameter.size(-1) > 1)
 
     def _on_dtensors(
         self,
@@ -201,9 +203,12 @@ class Execution:
         return self._autocast[key]
 
 
-def _has_autocast(device: str) -> bool:
+def _has_autocast(x: Tensor) -> bool:
+    # The question that is asked first is the cheap one; dynamo knows only the other.
+    if not (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()):
+        return False
     # torch knows no autocast of the meta device, and fails when asked for it.
-    return device != "meta" and torch.is_autocast_enabled(device)
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def _nearly_equal(a: Tensor, b: Tensor) -> bool:
@@ -220,10 +225,15 @@ def _like_few_rows(x: Tensor, spec: NormSpec) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(x.device, x.dtype)
 
 
-def _call(spec: NormSpec, where: Rounding, backend: str, *, gated: bool) -> Callable[..., Tensor]:
-    """Return the operation with everything but its tensors filled in."""
+def _call(
+    spec: NormSpec, where: Rounding, backend: str, usual: torch.dtype | None = None, *, gated: bool
+) -> Callable[..., Tensor]:
+    """Return the operation with everything but its tensors filled in; a result of the ``usual`` dtype is not asked for.
+
+    Where nothing is asked for, a LayerNorm on a CPU is torch's own, by a shorter way.
+    """
     options: dict[str, Any] = {"eps": spec.eps, "offset": spec.offset, "round_dtype": where.middle}
-    options |= {"out_dtype": where.out, "backend": backend}
+    options |= {"out_dtype": None if where.out == usual else where.out, "backend": backend}
     if spec.offset_dtype == "weight" or spec.gain_position == "before":
         options["offset"] = 0.0
     if spec.groups > 1:
