@@ -127,14 +127,17 @@ class Plan:
         if self.swaps:
             return
         refused = [row for row in self.rows() if row["of_rows"]]
-        if not refused:
-            code = f" ({len(self.functions)} are code, {self.functions[0].reason})" if self.functions else ""
-            raise NothingToPatchError(
-                f"expected a model with at least one RMSNorm or LayerNorm, found none{code}; nothing was changed"
-            )
-        reasons = "; ".join(f"{row['pattern']} ({row['class']}): {row['reason']}" for row in refused[:5])
-        count = sum(row["count"] for row in refused)
-        raise NothingToPatchError(f"none of the {count} norms can be swapped, so nothing was changed: {reasons}")
+        shown = refused or self.rows()
+        reasons = "; ".join(f"{row['pattern']} ({row['class']}): {row['reason']}" for row in shown[:5])
+        if refused:
+            count = sum(row["count"] for row in refused)
+            raise NothingToPatchError(f"none of the {count} norms can be swapped, so nothing was changed: {reasons}")
+        besides = [f"{len(self.decisions)} modules are no norms of rows: {reasons}"] if shown else []
+        besides += [f"{len(self.functions)} are code, {self.functions[0].reason}"] if self.functions else []
+        raise NothingToPatchError(
+            "expected a model with at least one RMSNorm or LayerNorm, found none"
+            f"{' (' + '; '.join(besides) + ')' if besides else ''}; nothing was changed"
+        )
 
 
 def make_plan(
