@@ -120,7 +120,7 @@ REFUSED = {
     "BatchNormAct2d": BATCH,
     "SplitBatchNorm2d": BATCH,
     "FilterResponseNormAct2d": "rows are not independent of each other",
-    "EvoNorm2dS0": "it applies stored statistics",
+    "EvoNorm2dS0": "not a gain and a bias of one row",
     "FrozenBatchNormAct2d": "it applies stored statistics",
     "SimpleNorm": "standard deviation of a row that it does not centre",
     "SimpleNorm2d": "standard deviation of a row that it does not centre",
