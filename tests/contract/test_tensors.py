@@ -173,6 +173,10 @@ def test_shapes_are_followed_on_the_meta_device(family: str) -> None:
     model = patched(family).to("meta")
     ids = IDS.to("meta")
     mask = torch.zeros(2, 1, 10, 10, device="meta") if family != "mamba2" else None
+    try:
+        copy.deepcopy(tiny(family)).to("meta")(input_ids=ids, attention_mask=mask, use_cache=False)
+    except RuntimeError as error:
+        pytest.skip(f"the unpatched model does not run there: {error}")
     got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     assert got.is_meta
     assert got.shape == logits(tiny(family)).shape
