@@ -157,11 +157,11 @@ class Execution:
             gain = spec.scale(gain, torch.float32)
             return channels.norm_in_place(spec, x, gain, None if bias is None else spec.row(bias))
         x = spec.rows(x)
-        if gain is not None and spec.offset_dtype == "weight" and spec.gain == "1+w":
+        scale = spec.scale(gain, torch.float32) if spec.gain_position == "before" else None
+        if scale is not None:
+            x, gain = (x.float() * scale).to(x.dtype), None
+        elif gain is not None and spec.offset_dtype == "weight":
             gain = gain + 1.0
-        if gain is not None and spec.gain_position == "before":
-            x = (x.float() * spec.row(gain).float().add(spec.offset * (spec.offset_dtype == "float32"))).to(x.dtype)
-            gain = None
         gain, bias = self._row(gain, x), self._row(bias, x)
         y = call(x, gain, bias) if gate is None else call(x, spec.rows(gate), gain)
         if spec.axis == "last":
