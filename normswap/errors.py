@@ -15,6 +15,7 @@ __all__ = [
     "NothingToPatchError",
     "OutputError",
     "ParityError",
+    "RangeLost",
     "UsageError",
 ]
 
@@ -51,6 +52,20 @@ class BackendError(NormswapError):
 
 class NothingToPatchError(NormswapError):
     """No norm of the model could be (or was selected to be) swapped."""
+
+
+class RangeLost(NormswapError):
+    """A stored tensor cannot be changed as asked: its new values leave the range of the dtype that it is stored in.
+
+    Attributes:
+        key: the tensor.
+        what: which values, and the dtype.
+    """
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(f"{key} cannot be changed within its stored dtype: {what}; leave the norm that it reads")
+        self.key = key
+        self.what = what
 
 
 class ParityError(NormswapError):

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from normswap.bits import FLOATS, count_bad
 from normswap.errors import CheckpointError
 from normswap.headers import Entry, load_pickle
 from normswap.listing import follow
 from normswap.shards import Checkpoint
 
-__all__ = ["check_finite", "check_floating"]
+__all__ = ["FiniteCheck", "check_finite", "check_floating", "pickle_pieces"]
 
 # Small enough to stay in the processor's cache between reading and looking.
 _CHUNK = 1 << 20
-_FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C128": torch.float64,
-    "C64": torch.float32,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
 _INTEGERS = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"}
-# Bits of the smallest positive pattern that is no number: everything from it up to the sign bit is NaN or infinite.
-_FIRST_BAD = {
-    torch.float64: 0x7FF0 << 48,
-    torch.float32: 0x7F80 << 16,
-    torch.float16: 0x7C00,
-    torch.bfloat16: 0x7F80,
-    torch.float8_e5m2: 0x7C,
-    torch.float8_e4m3fn: 0x7F,
-}
 
 
 def check_floating(checkpoint: Checkpoint, parameters: Collection[str]) -> None:
@@ -73,36 +52,73 @@ class _Names:
         return key in self._names or key.partition(".")[2] in self._whole
 
 
+class FiniteCheck:
+    """Looks at stored values piece by piece, and refuses the file in which some are NaN or infinite.
+
+    Args:
+        tensors: key to entry, of all tensors that will be looked at.
+        parameters: names of the model's parameters; in any other tensor, such as a stored mask, -inf is sound. None
+            takes every tensor for a parameter.
+    """
+
+    def __init__(self, tensors: Mapping[str, Entry], parameters: Collection[str] | None = None) -> None:
+        self._tensors = tensors
+        self._known = None if parameters is None else _Names(parameters)
+        self._bad: dict[str, int] = {}
+
+    def look(self, key: str, piece: Any) -> bool:
+        """Count what is bad in a piece of a tensor.
+
+        Args:
+            key: of the tensor.
+            piece: raw bytes of whole values, uint8 ``(bytes,)``.
+
+        Returns:
+            Whether all of it is sound, which integers always are.
+        """
+        dtype = FLOATS.get(self._tensors[key].dtype)
+        if dtype is None or not len(piece):
+            return True
+        masks = self._known is not None and key not in self._known
+        count = count_bad(piece, dtype, allow_negative=masks)
+        if count:
+            self._bad[key] = self._bad.get(key, 0) + count
+        return not count
+
+    def settle(self, name: str) -> None:
+        """Raise what was found in a file, once it was seen as a whole.
+
+        Raises:
+            CheckpointError: a tensor holds NaN or infinite values; it is named, with their number.
+        """
+        if self._bad:
+            key = next(iter(self._bad))
+            more = f" ({len(self._bad) - 1} more tensors of this file do as well)" if len(self._bad) > 1 else ""
+            raise CheckpointError(
+                f"{key} in {name} holds {self._bad[key]} NaN or infinite values{more}; the checkpoint is damaged, or "
+                "its training diverged"
+            )
+
+
 def check_finite(checkpoint: Checkpoint, parameters: Collection[str] | None = None) -> None:
     """Read every floating-point tensor, a piece at a time, and refuse NaN and infinite values.
 
     Args:
         checkpoint: what `check_source` returned.
-        parameters: names of the model's parameters; in any other tensor, such as a stored mask, -inf is sound. None
-            takes every tensor for a parameter.
+        parameters: as for `FiniteCheck`.
 
     Raises:
         CheckpointError: a tensor holds some; it is named, with their number.
     """
-    known = None if parameters is None else _Names(parameters)
+    check = FiniteCheck(checkpoint.tensors, parameters)
     for name in checkpoint.files:
         entries = {
-            key: entry for key, entry in checkpoint.tensors.items() if entry.file == name and entry.dtype in _FLOATS
+            key: entry for key, entry in checkpoint.tensors.items() if entry.file == name and entry.dtype in FLOATS
         }
-        real = follow(checkpoint.path, name)
-        pieces = _safetensors_pieces if checkpoint.format == "safetensors" else _pickle_pieces
-        bad: dict[str, int] = {}
-        for key, piece in pieces(real, name, entries):
-            masks = known is not None and key not in known
-            if count := _count_bad(piece, _FLOATS[entries[key].dtype], allow_negative=masks):
-                bad[key] = bad.get(key, 0) + count
-        if bad:
-            key = next(iter(bad))
-            more = f" ({len(bad) - 1} more tensors of this file do as well)" if len(bad) > 1 else ""
-            raise CheckpointError(
-                f"{key} in {name} holds {bad[key]} NaN or infinite values{more}; the checkpoint is damaged, or its "
-                "training diverged"
-            )
+        pieces = _safetensors_pieces if checkpoint.format == "safetensors" else pickle_pieces
+        for key, piece in pieces(follow(checkpoint.path, name), name, entries):
+            check.look(key, piece)
+        check.settle(name)
 
 
 def _safetensors_pieces(file: Path, name: str, entries: dict[str, Entry]) -> Iterator[tuple[str, Any]]:
@@ -132,25 +148,11 @@ def _fill(stream: Any, piece: Any, name: str, key: str) -> None:
         filled += count
 
 
-def _pickle_pieces(file: Path, name: str, entries: dict[str, Entry]) -> Iterator[tuple[str, Any]]:
+def pickle_pieces(file: Path, name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a pickle as pieces of raw bytes, with their keys."""
     for key, tensor in load_pickle(file, name, "cpu").items():
         if key in entries and tensor.numel():
             tensor = tensor.detach()
             flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
             for piece in flat.view(torch.uint8).split(_CHUNK):
                 yield key, piece.numpy()
-
-
-def _count_bad(piece: Any, dtype: torch.dtype, *, allow_negative: bool = False) -> int:
-    """Count the values of a piece of raw bytes that are NaN or infinite, or with `allow_negative` all but -inf."""
-    first = _FIRST_BAD.get(dtype)
-    if first is not None:
-        width = dtype.itemsize
-        # Sound weights are told by two passes over integers, ten times faster than by arithmetic on bf16.
-        positive = int(piece.view(f"i{width}").max()) < first
-        if positive and int(piece.view(f"u{width}").max()) < first | 1 << (8 * width - 1):
-            return 0
-    values = torch.from_numpy(piece.copy()).view(dtype)
-    values = values.float() if dtype.itemsize == 1 else values
-    bad = ~torch.isfinite(values)
-    return int((bad & ~torch.isneginf(values) if allow_negative else bad).sum())

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from normswap.bits import FLOATS, count_bad
 from normswap.checkpoint import check_finite, check_source
 from normswap.errors import CheckpointError
-from normswap.finite import _FLOATS, _count_bad
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_infinity_is_found_past_the_first_piece(tmp_path: Path, monkeypatch: pyt
         check_finite(check_source(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", sorted(set(_FLOATS.values()), key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(set(FLOATS.values()), key=str), ids=str)
 def test_the_quick_look_agrees_with_arithmetic_on_every_pattern(dtype: torch.dtype) -> None:
     width = dtype.itemsize
     # All patterns of the leading bits, which hold sign and exponent; the trailing ones all clear or all set.
@@ -127,5 +127,5 @@ def test_the_quick_look_agrees_with_arithmetic_on_every_pattern(dtype: torch.dty
         patterns = bits.astype(f"u{width}")
         values = torch.from_numpy(patterns.view(np.uint8).copy()).view(dtype)
         truth = ~torch.isfinite(values if width > 1 else values.float())
-        found = [_count_bad(patterns[i : i + 1].view(np.uint8), dtype) for i in range(len(patterns))]
+        found = [count_bad(patterns[i : i + 1].view(np.uint8), dtype) for i in range(len(patterns))]
         assert found == truth.int().tolist()
