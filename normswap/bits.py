@@ -36,8 +36,8 @@ _FIRST_BAD = {
 
 
 def as_bits(values: torch.Tensor) -> Any:
-    """Return the bytes of a contiguous tensor on the CPU as a NumPy array of uint8 that shares its memory."""
-    return values.detach().reshape(-1).view(torch.uint8).numpy()
+    """Return the bytes of a tensor as a NumPy array of uint8, which shares its memory where that is plain memory."""
+    return values.detach().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def count_bad(piece: Any, dtype: torch.dtype, *, allow_negative: bool = False) -> int:

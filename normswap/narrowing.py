@@ -6,7 +6,7 @@ import torch
 
 from normswap.bits import as_bits, count_bad, zeros
 
-__all__ = ["lost_range", "narrow"]
+__all__ = ["lost_range", "narrow", "round_once"]
 
 # Values at a time, so that what lies between two steps stays in the processor's cache.
 _BLOCK = 1 << 17
@@ -38,12 +38,22 @@ def narrow(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def lost_range(values: torch.Tensor, rounded: torch.Tensor) -> str | None:
+def round_once(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values rounded by `narrow`, on their device.
+
+    Args:
+        values: float64 or float32.
+        dtype: any floating-point dtype.
+    """
+    return narrow(values, torch.empty(values.shape, dtype=dtype, device=values.device))
+
+
+def lost_range(rounded: torch.Tensor, before: torch.Tensor) -> str | None:
     """Say which values left the range of the dtype that they were rounded to.
 
     Args:
-        values: before the rounding, of any shape.
-        rounded: after it, contiguous.
+        rounded: after the rounding, of any shape.
+        before: before it, or whether it was not zero.
 
     Returns:
         How many overflow, or else how many that are not zero became zero, and the dtype; None where all are in range.
@@ -54,8 +64,8 @@ def lost_range(values: torch.Tensor, rounded: torch.Tensor) -> str | None:
     bits = as_bits(rounded)
     if bad := count_bad(bits, rounded.dtype):
         return f"{bad} values overflow in {name}"
-    at = zeros(bits, rounded.dtype.itemsize)
-    if len(at) and (lost := int((values.reshape(-1)[torch.from_numpy(at)] != 0).sum())):
+    at = torch.from_numpy(zeros(bits, rounded.dtype.itemsize)).to(before.device)
+    if len(at) and (lost := int((before.reshape(-1)[at] != 0).sum())):
         return f"{lost} values that are not zero become zero in {name}"
     return None
 
