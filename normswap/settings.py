@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Settings", "embedding_size"]
+__all__ = ["SPECIAL", "Settings", "embedding_size"]
 
-_SPECIAL = re.compile(r"(^|_)token_(id|index)s?$|_(start|end)_id$|^(bos|eos|pad|unk|mask)_index$")
+SPECIAL = re.compile(r"(^|_)token_(id|index)s?$|_(start|end)_id$|^(bos|eos|pad|unk|mask)_index$")
 
 
 class Settings:
@@ -59,7 +59,7 @@ class Settings:
         found: set[int] = set()
         for config in self.configs:
             for name, value in getattr(config, "__dict__", {}).items():
-                if _SPECIAL.search(name):
+                if SPECIAL.search(name):
                     for entry in value if isinstance(value, (list, tuple)) else [value]:
                         if isinstance(entry, int) and not isinstance(entry, bool):
                             found.add(entry)

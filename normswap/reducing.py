@@ -1,0 +1,263 @@
+"""Make a model's configuration smaller by general rules: widths, heads, experts, vocabulary and layers, for any family."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from normswap.settings import SPECIAL, Settings
+
+__all__ = ["Recipe", "Unfit", "layer_counts", "recipes", "reduce"]
+
+_LAYERS = re.compile(r"(^|_)n_?layers?$|layers?$|^depths?$|_depths?$|(^|_)num_blocks$|^blocks_per_stage$")
+_HEADS = re.compile(r"heads?$|^multi_query_group_num$|(^|_)n_?groups$")
+_HEAD_WIDTH = re.compile(
+    r"head_(dim|size|width)s?$|^d_(head|kv)$|^dim_head$|^kv_channels$|^qk_\w*dim$|^rotary_(dim|ndims)$|rope_\w*dim$"
+)
+_STATE = re.compile(r"state_(size|dim)$|(^|_)d_state$")
+_HIDDEN = re.compile(
+    r"(^|_)(hidden_(size|dim)s?|d_model|n_embd|model_dim|dim_model|embed_dims?|emb_dim)$|^(dim|width|hidden_channels)$"
+)
+_WIDTH = re.compile(
+    r"(_sizes?|_dims?|_ranks?|_channels|_widths?|_units|_features|^channels)$|^d_|^n_embd$|^n_inner$|^(dim|width)$"
+    r"|^(embed|hidden|intermediate|inner|ffn?)_"
+)
+_NO_WIDTH = re.compile(
+    r"vocab|patch|image|img|kernel|window|chunk|batch|max|position|stride|block|mel|num_channels|^in_cha|input|feature"
+    r"|crop|pool|grid|merge|codebook_size|memory_size|cache|bins?$|frame|sample|temporal|buffer|sequence|context|step"
+    r"|expand|d_conv|act|ratio|layer_norm|initial|drop|group|number|num_"
+)
+_EXPERTS = re.compile(r"experts?(_num)?$|expert_num$")
+_CHOSEN = re.compile(r"top_?k$|per_tok(en)?$|(^|_)moe_k$|selected_experts$")
+_INDICES = re.compile(r"(ind(ex|ic|exe)e?s|idxs?|ids|layers)$")
+_LEAST_WIDTH = 8
+_SMALLEST_EXPERTS = 4
+_TINY = 16
+
+
+class Unfit(Exception):
+    """A configuration cannot be made smaller in this way."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How small to make a configuration.
+
+    Attributes:
+        width: about what the widest hidden state becomes; None keeps every width.
+        layers: the most layers that a tower keeps; None keeps all.
+        heads: whether there are fewer heads too.
+        vocabulary: the most token ids; None keeps all.
+        experts: whether there are fewer experts.
+    """
+
+    width: int | None = None
+    layers: int | None = None
+    heads: bool = True
+    vocabulary: int | None = 512
+    experts: bool = True
+
+
+def recipes() -> Iterator[Recipe]:
+    """Yield what is worth trying, from small to large, all with every layer."""
+    for width in (64, 128, 256):
+        yield Recipe(width)
+    for width in (64, 128, 256):
+        yield Recipe(width, heads=False, experts=False)
+        yield Recipe(width, vocabulary=None)
+    yield Recipe(None, heads=False)
+    yield Recipe(None, heads=False, experts=False, vocabulary=None)
+
+
+def layer_counts(config: Any) -> list[int]:
+    """Return how many layers are worth trying, fewest first; the last is the whole model's number."""
+    counts = [count for part in Settings(config).configs for count in _counts(part)]
+    most = max(counts, default=1)
+    return [count for count in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24) if count < most] + [most]
+
+
+def reduce(config: Any, recipe: Recipe) -> Any:
+    """Return a smaller copy of a configuration.
+
+    One factor divides all widths, so that sums and products between them stay right. Where heads become fewer, by
+    a factor of their own in each tower, the widths of heads are divided by what remains of the common factor.
+
+    Args:
+        config: of the model, with nested ones; not changed.
+        recipe: how small.
+
+    Raises:
+        Unfit: the numbers do not divide.
+    """
+    small = copy.deepcopy(config)
+    parts = Settings(small).configs
+    factor = _factor(parts, recipe.width)
+    for part in parts:
+        _Reducer(part, recipe, factor).run()
+    if recipe.vocabulary is not None:
+        _cut_vocabulary(parts, recipe.vocabulary)
+    return small
+
+
+def _factor(parts: list[Any], width: int | None) -> int:
+    if width is None:
+        return 1
+    widest = max((v for part in parts for k, v in _numbers(part) if _HIDDEN.search(k)), default=0)
+    if not widest:
+        widest = max((v for part in parts for k, v in _numbers(part) if _is_width(k)), default=0)
+    if widest < 2 * width:
+        raise Unfit(f"its widest hidden state, {widest}, is not twice {width}")
+    return int(2 ** math.floor(math.log2(widest / width)))
+
+
+def _numbers(part: Any) -> Iterator[tuple[str, int]]:
+    """Yield the positive integers of a configuration, those in lists too."""
+    for name, value in vars(part).items():
+        for entry in value if isinstance(value, (list, tuple)) else [value]:
+            if type(entry) is int and entry > 0 and not name.startswith("_"):
+                yield name, entry
+
+
+def _is_width(name: str) -> bool:
+    others = _HEADS.search(name) or _HEAD_WIDTH.search(name) or _STATE.search(name) or _LAYERS.search(name)
+    return bool(_WIDTH.search(name)) and not (others or _NO_WIDTH.search(name) or SPECIAL.search(name))
+
+
+def _counts(part: Any) -> set[int]:
+    return {v for k, v in vars(part).items() if type(v) is int and v > 0 and _LAYERS.search(k)}
+
+
+class _Reducer:
+    def __init__(self, part: Any, recipe: Recipe, factor: int) -> None:
+        self.part, self.recipe, self.factor = part, recipe, factor
+        self.layers = {count for count in _counts(part) if recipe.layers is not None and count > recipe.layers}
+        self.fewer, self.narrower = self._split() if factor > 1 else (1, 1)
+
+    def _split(self) -> tuple[int, int]:
+        """Divide the common factor between the number of heads and their width."""
+        heads = [v for k, v in _numbers(self.part) if _HEADS.search(k) and v > 1]
+        widths = [v for k, v in _numbers(self.part) if _HEAD_WIDTH.search(k)]
+        hidden = [v for k, v in _numbers(self.part) if _HIDDEN.search(k)]
+        if heads and not widths and len(hidden) == 1 and hidden[0] % max(heads) == 0:
+            widths = [hidden[0] // max(heads)]
+        for least in (2, 1):
+            fewer = self.factor if self.recipe.heads else 1
+            while fewer >= 1:
+                narrower = self.factor // fewer
+                kept = all(v % fewer == 0 and v // fewer >= least for v in heads)
+                if kept and all(v % (2 * narrower) == 0 and v // narrower >= 4 for v in widths):
+                    return fewer, narrower
+                fewer //= 2
+        if not heads and not widths:
+            return 1, self.factor
+        raise Unfit(f"its heads {heads} and their widths {widths} do not divide by {self.factor}")
+
+    def run(self) -> None:
+        for name, value in list(vars(self.part).items()):
+            if name.startswith("_") or isinstance(value, bool) or SPECIAL.search(name):
+                continue
+            changed = self._value(name, value)
+            if changed is not value and changed != value:
+                setattr(self.part, name, changed)
+
+    def _value(self, name: str, value: Any) -> Any:
+        if type(value) is int and value > 0:
+            return self._number(name, value)
+        if isinstance(value, dict):
+            return self._table(value)
+        if isinstance(value, (list, tuple)) and value:
+            return self._list(name, value)
+        if isinstance(value, str) and len(value) in self.layers and not re.search(r"[a-z]", value):
+            return value[: self.recipe.layers]
+        return value
+
+    def _number(self, name: str, value: int) -> int:
+        if _LAYERS.search(name):
+            return value if self.recipe.layers is None else min(value, self.recipe.layers)
+        if _EXPERTS.search(name):
+            return self._experts(value)
+        return self._divided(name, value)
+
+    def _divided(self, name: str, value: int) -> int:
+        if self.factor == 1:
+            return value
+        if _HEADS.search(name):
+            return max(1, value // self.fewer)
+        if _HEAD_WIDTH.search(name):
+            return value // self.narrower
+        if _STATE.search(name):
+            return value if value <= 2 * _TINY else max(_TINY, value // self.narrower)
+        if _is_width(name) and value >= _TINY:
+            return max(_LEAST_WIDTH, round(value / self.factor))
+        return value
+
+    def _experts(self, value: int) -> int:
+        if not self.recipe.experts or value <= 2 * _SMALLEST_EXPERTS:
+            return value
+        chosen = max((v for k, v in _numbers(self.part) if _CHOSEN.search(k) and v <= value), default=value)
+        while value % 2 == 0 and value // 2 >= max(4 * chosen, _SMALLEST_EXPERTS):
+            value //= 2
+        return value
+
+    def _list(self, name: str, value: Any) -> Any:
+        numbers = all(type(entry) is int for entry in value)
+        cap = self.recipe.layers
+        if len(value) in self.layers:
+            value = type(value)(value[:cap])
+        elif numbers and self.layers and _INDICES.search(name) and all(0 <= n < max(self.layers) for n in value):
+            assert cap is not None
+            return type(value)([n for n in value if n < cap] or [cap - 1])
+        if not numbers:
+            return value
+        if _LAYERS.search(name):
+            return type(value)(n if cap is None else min(n, cap) for n in value)
+        return type(value)(self._divided(name, n) if n > 0 else n for n in value)
+
+    def _table(self, table: dict[Any, Any]) -> dict[Any, Any]:
+        """Shorten what a table of rotary settings says for each frequency."""
+        changed = {}
+        for name, value in table.items():
+            if isinstance(value, dict):
+                value = self._table(value)
+            elif isinstance(value, (list, tuple)) and value and self.narrower > 1:
+                if all(type(entry) is int for entry in value) and "section" in str(name):
+                    if any(entry % self.narrower for entry in value):
+                        raise Unfit(f"its {name} {list(value)} does not divide by {self.narrower}")
+                    value = type(value)(entry // self.narrower for entry in value)
+                elif "factor" in str(name) and len(value) % self.narrower == 0:
+                    value = type(value)(value[: len(value) // self.narrower])
+            changed[name] = value
+        return changed
+
+
+def _cut_vocabulary(parts: list[Any], most: int) -> None:
+    """Give the vocabularies fewer ids, and the ids with a meaning that lay beyond them ids of their own at the end."""
+    sizes = [(part, k, v) for part in parts for k, v in _numbers(part) if "vocab_size" in k and v > most]
+    for part, name, _ in sizes:
+        setattr(part, name, most)
+    if not sizes:
+        return
+    beyond = sorted({i for part in parts for i in _special(part) if i >= most}, reverse=True)
+    moved = {old: most - 1 - at for at, old in enumerate(beyond)}
+    if len(moved) > most // 2:
+        raise Unfit(f"{len(moved)} of its token ids have a meaning")
+    change: Callable[[Any], Any] = lambda value: moved.get(value, value) if type(value) is int else value  # noqa: E731
+    for part in parts:
+        for name, value in list(vars(part).items()):
+            if SPECIAL.search(name):
+                is_list = isinstance(value, (list, tuple))
+                changed = type(value)(map(change, value)) if is_list else change(value)
+                if changed != value:
+                    setattr(part, name, changed)
+
+
+def _special(part: Any) -> Iterator[int]:
+    for name, value in vars(part).items():
+        if SPECIAL.search(name):
+            for entry in value if isinstance(value, (list, tuple)) else [value]:
+                if type(entry) is int:
+                    yield entry
