@@ -16,6 +16,7 @@ from typing import Any
 __all__ = ["walk"]
 
 PATIENCE_S = 300
+_SCRIPT = Path(__file__).resolve().parent.parent / "coverage.py"
 
 
 class _Worker:
@@ -55,7 +56,12 @@ class _Worker:
 
 
 def walk(
-    names: Sequence[str], zoo: Path, jobs: int, progress: Callable[[int], None] = lambda _: None
+    names: Sequence[str],
+    zoo: Path,
+    jobs: int,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    script: Path = _SCRIPT,
 ) -> Iterator[dict[str, Any]]:
     """Measure models, in whatever order they come to an end.
 
@@ -64,11 +70,11 @@ def walk(
         zoo: its folder.
         jobs: processes at a time.
         progress: called with the count of models that are done.
+        script: what answers names with figures when it is given ``--serve``.
 
     Yields:
-        What ``coverage_model.Walk.measure`` returns for each.
+        What the script measures of each: that of ``coverage_model.Walk.measure``.
     """
-    script = Path(__file__).resolve().parent.parent / "coverage.py"
     command = [sys.executable, str(script), "--serve", "--zoo", str(zoo)]
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
