@@ -1,0 +1,148 @@
+"""Decide for every norm of a model whether its gain can be folded into the linear maps that read it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from normswap.candidates import propose
+from normswap.errors import ModelError
+from normswap.flow import Reading, follow
+from normswap.foldplan import Fold, FoldPlan
+from normswap.plan import Decision, Plan
+from normswap.spec import NormSpec
+
+__all__ = ["Tied", "make_fold_plan"]
+
+Tied = Literal["skip", "untie"]
+
+# Long enough for every position to have neighbours, short enough for a forward without values to cost nothing.
+_TOKENS = 8
+# What is run with random weights where no forward without values succeeds.
+_MOST_PARAMETERS = 100_000_000
+
+
+def make_fold_plan(model: nn.Module, plan: Plan, *, tied: Tied = "skip") -> FoldPlan:
+    """Follow the data through one forward of the model, and decide norm by norm whether its gain can be folded.
+
+    Nothing is computed where the model's code allows it: the forward runs on the meta device.
+
+    Args:
+        model: as its class builds it; its parameters may be on the meta device. It is not changed.
+        plan: what `make_plan` found in it.
+        tied: what is done with a norm that feeds a head tied to the embedding: ``"skip"`` leaves it, ``"untie"``
+            folds it into a head of its own.
+
+    Returns:
+        The decision for each norm of the plan.
+
+    Raises:
+        ModelError: no input was found on which the forward runs.
+    """
+    norms = {decision.name: decision.spec for decision in plan.decisions if _is_norm(decision)}
+    readings = _read(model, norms)
+    shared = _shared_gains(model, norms)
+    return FoldPlan(tuple(_decide(decision, readings.get(decision.name), shared, tied) for decision in plan.decisions))
+
+
+def _is_norm(decision: Decision) -> bool:
+    return decision.spec is not None or decision.of_rows
+
+
+def _decide(decision: Decision, reading: Reading | None, shared: Mapping[str, str], tied: Tied) -> Fold:
+    spec = decision.spec
+    consumers = () if reading is None else reading.consumers
+    untie = reading is not None and bool(reading.looked_up)
+
+    def refuse(reason: str) -> Fold:
+        return Fold(decision.name, "refuse", reason, consumers, untie, "none", spec)
+
+    if spec is None or reading is None or decision.action == "refuse":
+        return refuse(decision.reason)
+    if spec.gain == "none":
+        return refuse("it has no gain, so there is nothing to fold")
+    if spec.gain_position == "before":
+        return refuse("its gain is applied before the row is normalised")
+    if decision.name in shared:
+        return refuse(f"its gain is shared with {shared[decision.name]}")
+    if not reading.reached:
+        return refuse("no forward that was tried comes by it")
+    if reading.blockers:
+        more = f" (and {len(reading.blockers) - 2} more)" if len(reading.blockers) > 2 else ""
+        return refuse("; ".join(reading.blockers[:2]) + more)
+    if not consumers:
+        return refuse("no linear map reads it")
+    if untie and tied == "skip":
+        return refuse(f"{reading.looked_up[0]} is tied to the embedding; --tied untie would give the head its own")
+    if not spec.bias:
+        bias: Literal["none", "move", "keep"] = "none"
+    else:
+        bias = "move" if reading.plain and all(consumer.bias for consumer in consumers) else "keep"
+    return Fold(decision.name, "fold", "", consumers, untie, bias, spec)
+
+
+def _shared_gains(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, str]:
+    """Return the norms whose gain is another norm's as well, with the name of one such."""
+    holders: dict[int, list[str]] = {}
+    for name, spec in norms.items():
+        if spec is not None and spec.gain_name is not None:
+            gain = getattr(model.get_submodule(name), spec.gain_name)
+            holders.setdefault(id(gain), []).append(name)
+    return {
+        name: next(other for other in names if other != name)
+        for names in holders.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def _read(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, Reading]:
+    subject = _without_values(model)
+    try:
+        return follow(subject, norms, _batches(subject))
+    except ModelError:
+        real = _with_values(model)
+        if real is None:
+            raise
+    return follow(real, norms, _batches(real))
+
+
+def _batches(model: nn.Module) -> Iterator[dict[str, Any]]:
+    names = list(inspect.signature(model.forward).parameters)
+    config = getattr(model, "config", None)
+    for candidate in propose(model, config, names, [], 1, _TOKENS, 0):
+        batch = dict(candidate.batches[0])
+        # What a cache keeps would count as returned.
+        if "use_cache" in names:
+            batch["use_cache"] = False
+        yield batch
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Return the model itself if it is on the meta device, else a copy there; buffers of integers keep their values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _with_values(model: nn.Module) -> nn.Module | None:
+    """Return a copy with random weights on the CPU; None for a model too large for it."""
+    if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        value = torch.empty(parameter.shape, dtype=torch.float32)
+        value.normal_(0.0, 0.05, generator=generator)
+        memo[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=False)
+    if any(buffer.device.type == "meta" for buffer in model.buffers()):
+        return None
+    return copy.deepcopy(model, memo)
