@@ -1,4 +1,4 @@
-"""Make a model's configuration smaller by general rules: widths, heads, experts, vocabulary and layers, for any family."""
+"""Make a configuration smaller by general rules: widths, heads, experts, vocabulary and layers, for any family."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _NO_WIDTH = re.compile(
     r"|expand|d_conv|act|ratio|layer_norm|initial|drop|group|number|num_"
 )
 _EXPERTS = re.compile(r"experts?(_num)?$|expert_num$")
-_CHOSEN = re.compile(r"top_?k$|per_tok(en)?$|(^|_)moe_k$|selected_experts$")
+_CHOSEN = re.compile(r"top_?k$|per_tok(en)?$|budget$|(^|_)moe_k$|selected_experts$")
 _INDICES = re.compile(r"(ind(ex|ic|exe)e?s|idxs?|ids|layers)$")
 _LEAST_WIDTH = 8
 _SMALLEST_EXPERTS = 4
 _TINY = 16
+_MOST_CHOSEN = 16
 
 
 class Unfit(Exception):
@@ -180,6 +181,9 @@ class _Reducer:
             return value if self.recipe.layers is None else min(value, self.recipe.layers)
         if _EXPERTS.search(name):
             return self._experts(value)
+        if _CHOSEN.search(name) and value > _MOST_CHOSEN and self.recipe.experts:
+            # More than a short sequence has: nothing would be left out, and what decides would not show.
+            return _MOST_CHOSEN
         return self._divided(name, value)
 
     def _divided(self, name: str, value: int) -> int:

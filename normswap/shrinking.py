@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from normswap.replica import original_class
 
 __all__ = ["Twin", "build_twin", "small_twin", "structure", "twins"]
 
-# A model below this number of parameters is its own twin; none of a twin's makings may be larger than the other.
-_SMALL = 20_000_000
+# A model below this number of parameters is its own twin; no twin may be larger than the other.
+_SMALL = 2_000_000
 _LARGEST = 60_000_000
 # Sequences of few tokens show every dependence; each expert of a router is still met with near certainty.
 _LENGTH = 40
@@ -78,8 +79,9 @@ def twins(model: nn.Module, config: Any = None, *, seed: int = 0) -> Iterator[Tw
     size = sum(parameter.numel() for parameter in model.parameters())
     problems: list[str] = []
     count = 0
-    candidates: Iterator[Recipe | None] = _matching(cls, config, wanted, problems)
-    for recipe in [None] if size <= _SMALL else candidates:
+    candidates = _matching(cls, config, wanted, problems) if size > _SMALL else ()
+    own: tuple[None, ...] = (None,) if size <= _LARGEST else ()
+    for recipe in itertools.chain(candidates, own):
         try:
             yield build_twin(cls, config, recipe, seed=seed)
             count += 1
@@ -140,8 +142,11 @@ def build_twin(cls: type[nn.Module], config: Any, recipe: Recipe | None, *, seed
         with quiet():
             plan = make_plan(model)
         _randomise(model, plan, seed)
-        for dtype in (torch.float64, torch.float32):
+        # Grouped products of experts are not there in float64; a loop over them computes the same.
+        for dtype, loop in ((torch.float64, False), (torch.float64, True), (torch.float32, False)):
             model.to(dtype)
+            if loop and not _loop_over_experts(model):
+                continue
             try:
                 with quiet():
                     inputs = make_inputs(model, small, sequences=2, length=_LENGTH, seed=seed)
@@ -150,6 +155,15 @@ def build_twin(cls: type[nn.Module], config: Any, recipe: Recipe | None, *, seed
                 continue
             return Twin(model, inputs, plan, dtype, recipe)
     raise problem
+
+
+def _loop_over_experts(model: nn.Module) -> bool:
+    change = getattr(model, "set_experts_implementation", None)
+    if change is None:
+        return False
+    with quiet():
+        change("eager")
+    return True
 
 
 def _build(cls: type[nn.Module], config: Any, device: torch.device) -> nn.Module:
