@@ -93,14 +93,11 @@ def follow(convert: Convert, sources: Shapes) -> dict[str, Layout]:
 def compact(positions: Iterable[int]) -> Positions:
     """Return positions as a range where their steps are all the same and positive, else as a tuple."""
     found = tuple(positions)
-    if len(found) == 1:
-        return range(found[0], found[0] + 1)
-    step = found[1] - found[0] if found else 1
-    if step > 0:
-        even = range(found[0], found[-1] + 1, step) if found else range(0)
-        if len(even) == len(found) and all(a == b for a, b in zip(even, found, strict=True)):
-            return even
-    return found
+    step = found[1] - found[0] if len(found) > 1 else 1
+    if not found or step < 1:
+        return found
+    even = range(found[0], found[-1] + 1, step)
+    return even if tuple(even) == found else found
 
 
 @dataclass(frozen=True)
@@ -203,13 +200,13 @@ def _part(
                 labels = labels.select(other, 0)
         taken, order = _decode(labels, codes).sort()
         if len(taken.unique_consecutive()) != len(taken):
-            raise Unfollowable("its conversion repeats values")
+            raise Unfollowable("its conversion repeats values or merges axes")
         axes[dim] = axis
         positions[dim] = compact(box[dim][order].tolist())
         held.append(compact(taken.tolist()))
     _pair_single(axes, positions, shape, held)
     if any(axis is None and len(place) > 1 for axis, place in zip(axes, positions, strict=True)):
-        raise Unfollowable("its conversion repeats values")
+        raise Unfollowable("its conversion repeats values or merges axes")
     return Part(source, tuple(axes), tuple(positions), tuple(held))
 
 
