@@ -13,9 +13,10 @@ from types import TracebackType
 from normswap.errors import CheckpointError, OutputError
 from normswap.renaming import exchange, rename_new
 from normswap.shards import files_to_copy
-from normswap.temporary import lock, new_name, remove_stale
+from normswap.syncing import sync, sync_tree
+from normswap.temporary import claim, lock, new_name, remove_stale
 
-__all__ = ["AtomicFolder", "check_output"]
+__all__ = ["AtomicFolder", "check_output", "partial_folder"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -73,13 +74,9 @@ class AtomicFolder:
         self._lock: int | None = None
 
     def __enter__(self) -> Path:
-        base = _existing_ancestor(self._out)
-        _restore(self._out)
-        check_output(self._out, self._source, self._overwrite)
-        remove_stale(base)
-        # Absolute, so that a change of the working folder in between does no harm.
-        self._out = self._out.parent.absolute() / self._out.name
-        self._temporary = base.absolute() / new_name()
+        base = self._prepare()
+        _remove_partial(self._out)
+        self._temporary = base / new_name()
         try:
             self._temporary.mkdir()
             self._lock = lock(self._temporary)
@@ -90,14 +87,24 @@ class AtomicFolder:
             raise
         return self._temporary
 
+    def _prepare(self) -> Path:
+        """Check the output, clean up after killed runs, and return the nearest folder above it that exists."""
+        base = _existing_ancestor(self._out)
+        _restore(self._out)
+        check_output(self._out, self._source, self._overwrite)
+        remove_stale(base)
+        # Absolute, so that a change of the working folder in between does no harm.
+        self._out = self._out.parent.absolute() / self._out.name
+        return base.absolute()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             if error is None:
                 self._commit()
-            elif isinstance(error, OSError) and error.errno in _FULL:
-                raise self._full(error) from error
+            elif (full := _full_disk(error)) is not None:
+                raise self._full(full) from error
         except OSError as failure:
             if failure.errno in _FULL:
                 raise self._full(failure) from failure
@@ -107,11 +114,12 @@ class AtomicFolder:
 
     def _commit(self) -> None:
         assert self._temporary is not None
-        _sync_tree(self._temporary)
+        sync_tree(self._temporary)
         self._out.parent.mkdir(parents=True, exist_ok=True)
         if self._overwrite and os.path.lexists(self._out):
             # Looked at again: what stands there now need not be what stood there hours ago.
             _refuse_to_replace(self._out)
+            self._before_exchange()
             if not exchange(self._temporary, self._out):
                 _replace_in_two_steps(self._temporary, self._out)
         else:
@@ -119,7 +127,10 @@ class AtomicFolder:
                 rename_new(self._temporary, self._out)
             except FileExistsError as error:
                 raise OutputError(f"{self._out} appeared while this run was working; it was left as it is") from error
-        _sync(self._out.parent)
+        sync(self._out.parent)
+
+    def _before_exchange(self) -> None:
+        """Do what has to be done before the old output takes the place of the temporary folder."""
 
     def _full(self, error: OSError) -> OutputError:
         return OutputError(f"cannot write {self._out}: {error.strerror}; make room and run again (nothing was left)")
@@ -131,6 +142,36 @@ class AtomicFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def partial_folder(out: Path) -> Path:
+    """Return the folder beside an output in which a run that can be resumed keeps what is finished."""
+    return out.with_name(f".{out.name[:200]}.normswap-partial")
+
+
+def _full_disk(error: BaseException) -> OSError | None:
+    """Return the error of a full disk, if that is what an error comes from."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return cause
+    return None
+
+
+def _remove_partial(out: Path) -> None:
+    """Remove what an interrupted run kept to be resumed, unless a live run is at it."""
+    with contextlib.suppress(OSError, ValueError):
+        partial = partial_folder(out)
+        handle = claim(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _held(folder: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except (OSError, ValueError):
+        return 0
 
 
 def _check_output(out: Path, source: Path, overwrite: bool) -> None:
@@ -207,7 +248,8 @@ def _refuse_without_room(out: Path, base: Path, source: Path) -> None:
     except (OSError, CheckpointError):
         # A source that cannot be read is for `check_source` to tell.
         return
-    free = shutil.disk_usage(base).free
+    # What an interrupted run kept is either taken up again or removed.
+    free = shutil.disk_usage(base).free + _held(partial_folder(out))
     if needed > free:
         raise OutputError(f"not enough room for {out}: {_size(needed)} needed, {_size(free)} free; choose another disk")
 
@@ -249,22 +291,3 @@ def _restore(out: Path) -> None:
         aside = _aside(out)
         if aside.is_dir() and not os.path.lexists(out):
             aside.rename(out)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(path) / name)
-        _sync(Path(path))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        # Some file systems cannot sync a folder; they say so with EINVAL.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(handle)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from normswap._version import __version__
 from normswap.atomic import AtomicFolder, check_output
-from normswap.errors import CheckpointError, OutputError
+from normswap.errors import CheckpointError
 from normswap.finite import check_finite, check_floating
 from normswap.listing import MANIFEST, follow
+from normswap.pickles import hash_file
 from normswap.shards import Checkpoint, check_source
 from normswap.spec import NormSpec
+from normswap.streaming import write_checkpoint
 
 __all__ = [
     "MANIFEST",
@@ -28,16 +29,20 @@ __all__ = [
     "hash_weights",
     "notes_on_weights",
     "read_manifest",
+    "write_checkpoint",
     "write_manifest",
 ]
 
-_CHUNK = 1 << 24
 _SCHEMA = 1
 
 
 def hash_weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the SHA-256 of each weight file, by name."""
-    return {name: _stream(follow(checkpoint.path, name), None, lambda _: None) for name in checkpoint.files}
+    """Return the SHA-256 of each weight file, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    return {name: hash_file(follow(checkpoint.path, name)) for name in checkpoint.files}
 
 
 def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifest: dict[str, Any] | None) -> list[str]:
@@ -71,10 +76,7 @@ def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifes
 def copy_checkpoint(
     checkpoint: Checkpoint, target: Path, *, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, str]:
-    """Copy the weights byte for byte, and everything else that a loader needs (see `normswap.listing.companions`).
-
-    The copy shares nothing with the source: links are followed, no hard links are made. The source is read once
-    and never written. Memory is bounded by one piece of 16 MiB.
+    """Copy the weights byte for byte, and everything else that a loader needs (see `write_checkpoint`).
 
     Args:
         checkpoint: what `check_source` returned.
@@ -88,24 +90,7 @@ def copy_checkpoint(
         CheckpointError: a file of the source cannot be read or changed meanwhile.
         OutputError: the target cannot be written.
     """
-    total, done = checkpoint.size, 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    hashes = {}
-    for name in (*checkpoint.files, *checkpoint.others):
-        digest = _stream(follow(checkpoint.path, name), target / name, advance)
-        if name in checkpoint.files:
-            hashes[name] = digest
-    if done != total:
-        raise CheckpointError(
-            f"{checkpoint.path} changed while it was copied: expected {total} bytes, got {done}; run again"
-        )
-    return hashes
+    return write_checkpoint(checkpoint, target, check=False, progress=progress).source
 
 
 def write_manifest(target: Path, data: dict[str, Any]) -> None:
@@ -176,40 +161,3 @@ def _fault(data: dict[str, Any]) -> str | None:
 
 def _shown(data: dict[str, Any], key: str) -> str:
     return json.dumps(data[key])[:60] if key in data else "none"
-
-
-def _stream(source: Path, target: Path | None, advance: Callable[[int], None]) -> str:
-    """Hash a file in pieces, and write it to the target where there is one."""
-    digest = hashlib.sha256()
-    try:
-        stream = source.open("rb")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {source}: {error.strerror}") from error
-    with stream:
-        if target is None:
-            for piece in _pieces(stream, source):
-                digest.update(piece)
-                advance(len(piece))
-            return digest.hexdigest()
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as out:
-                for piece in _pieces(stream, source):
-                    digest.update(piece)
-                    out.write(piece)
-                    advance(len(piece))
-        except OSError as error:
-            raise OutputError(f"cannot write {target.name}: {error.strerror}") from error
-    return digest.hexdigest()
-
-
-def _pieces(stream: Any, source: Path) -> Iterator[memoryview]:
-    buffer = bytearray(_CHUNK)
-    while True:
-        try:
-            count = stream.readinto(buffer)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {source}: {error.strerror}") from error
-        if not count:
-            return
-        yield memoryview(buffer)[:count]

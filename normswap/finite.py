@@ -56,27 +56,26 @@ class FiniteCheck:
     """Looks at stored values piece by piece, and refuses the file in which some are NaN or infinite.
 
     Args:
-        tensors: key to entry, of all tensors that will be looked at.
         parameters: names of the model's parameters; in any other tensor, such as a stored mask, -inf is sound. None
             takes every tensor for a parameter.
     """
 
-    def __init__(self, tensors: Mapping[str, Entry], parameters: Collection[str] | None = None) -> None:
-        self._tensors = tensors
+    def __init__(self, parameters: Collection[str] | None = None) -> None:
         self._known = None if parameters is None else _Names(parameters)
         self._bad: dict[str, int] = {}
 
-    def look(self, key: str, piece: Any) -> bool:
+    def look(self, key: str, dtype_name: str, piece: Any) -> bool:
         """Count what is bad in a piece of a tensor.
 
         Args:
             key: of the tensor.
+            dtype_name: its dtype, as safetensors spells it.
             piece: raw bytes of whole values, uint8 ``(bytes,)``.
 
         Returns:
             Whether all of it is sound, which integers always are.
         """
-        dtype = FLOATS.get(self._tensors[key].dtype)
+        dtype = FLOATS.get(dtype_name)
         if dtype is None or not len(piece):
             return True
         masks = self._known is not None and key not in self._known
@@ -86,7 +85,7 @@ class FiniteCheck:
         return not count
 
     def settle(self, name: str) -> None:
-        """Raise what was found in a file, once it was seen as a whole.
+        """Raise what was found in a file, once it was seen as a whole; the next look begins another file.
 
         Raises:
             CheckpointError: a tensor holds NaN or infinite values; it is named, with their number.
@@ -110,14 +109,14 @@ def check_finite(checkpoint: Checkpoint, parameters: Collection[str] | None = No
     Raises:
         CheckpointError: a tensor holds some; it is named, with their number.
     """
-    check = FiniteCheck(checkpoint.tensors, parameters)
+    check = FiniteCheck(parameters)
     for name in checkpoint.files:
         entries = {
             key: entry for key, entry in checkpoint.tensors.items() if entry.file == name and entry.dtype in FLOATS
         }
         pieces = _safetensors_pieces if checkpoint.format == "safetensors" else pickle_pieces
         for key, piece in pieces(follow(checkpoint.path, name), name, entries):
-            check.look(key, piece)
+            check.look(key, entries[key].dtype, piece)
         check.settle(name)
 
 

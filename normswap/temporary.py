@@ -21,7 +21,7 @@ try:
 except ImportError:  # Windows has no advisory locks: nothing is taken for stale there.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["lock", "new_name", "remove_stale"]
+__all__ = ["claim", "lock", "new_name", "remove_stale"]
 
 _NAME = re.compile(r"\.normswap-(?P<host>[0-9a-f]{8})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 # Between making a folder and locking it a run is unprotected; no run needs longer than this for it.
@@ -33,21 +33,37 @@ def new_name() -> str:
     return f".normswap-{_host()}-{_boot()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
 
 
-def lock(folder: Path) -> int | None:
-    """Mark a temporary folder as in use.
+def claim(folder: Path) -> int | None:
+    """Mark a folder as in use by this run alone.
 
     Returns:
-        A handle that holds the mark until it is closed or the process ends; None where that is not possible.
+        A handle that holds the mark until it is closed or the process ends; None where the system or its file system
+        has no such marks.
+
+    Raises:
+        BlockingIOError: another run holds it.
+        OSError: the folder cannot be opened.
     """
+    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
     if fcntl is None:
-        return None
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
         os.close(handle)
         return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
     return handle
+
+
+def lock(folder: Path) -> int | None:
+    """Mark a temporary folder as in use, as `claim` does; None also where another run holds it."""
+    try:
+        return claim(folder)
+    except BlockingIOError:
+        return None
 
 
 def remove_stale(base: Path) -> None:
