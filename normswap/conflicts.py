@@ -132,7 +132,7 @@ def conflicts(model: nn.Module, plan: FoldPlan) -> dict[str, str]:
     for one, other in _clashes(owners, plan):
         for mine, its in ((one, other), (other, one)):
             if mine.fold.action == "fold":
-                reason = f"{mine.consumer.parameter} reads {its.fold.name} with the same columns"
+                reason = f"{mine.consumer.parameter} reads {its.fold.name} too, and not with other columns"
                 found.setdefault(mine.fold.name, reason)
     return found
 
@@ -180,7 +180,7 @@ def _check_shapes(owners: Owners, fold: Fold) -> None:
 
 
 def _clashes(owners: Owners, plan: FoldPlan) -> Iterator[tuple[Reading, Reading]]:
-    """Yield pairs of norms that one column reads."""
+    """Yield pairs of norms that one column reads, or that one weight reads along two axes."""
     for uses in readings(owners, plan.decisions).values():
         for one, other in combinations(uses, 2):
             if "fold" in (one.fold.action, other.fold.action) and _overlap(one.consumer, other.consumer):
@@ -188,6 +188,6 @@ def _clashes(owners: Owners, plan: FoldPlan) -> Iterator[tuple[Reading, Reading]
 
 
 def _overlap(one: Consumer, other: Consumer) -> bool:
-    return one.axis == other.axis and any(
+    return one.axis != other.axis or any(
         a.start < b.stop and b.start < a.stop for a in one.pieces for b in other.pieces
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from normswap.foldplan import Consumer, Fold, FoldPlan, effective_gain
 from normswap.narrowing import lost_range, round_once
 
-__all__ = ["Channels", "along", "channel_count", "channels_of", "factors", "leave"]
+__all__ = ["Channels", "along", "channel_count", "channels_of", "factor_of", "leave"]
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,18 @@ def _laid(values: torch.Tensor, size: int) -> torch.Tensor:
     return values.expand(size).contiguous() if values.numel() == 1 else values
 
 
-def factors(parts: Iterable[tuple[Consumer, Channels]], shape: Sequence[int]) -> dict[int, torch.Tensor]:
+def factor_of(parts: Iterable[tuple[Consumer, Channels]], size: int) -> torch.Tensor:
     """Compose what several norms multiply the columns of one weight by.
 
     Args:
         parts: how the weight reads each of them, with its values.
-        shape: of the weight.
+        size: number of its columns.
 
     Returns:
-        Axis to ``(columns,)``, float64.
+        ``(size,)``, float64.
     """
-    found: dict[int, torch.Tensor] = {}
-    for consumer, channels in parts:
-        factor = consumer.spread(channels.gain, shape[consumer.axis], 1.0)
-        found[consumer.axis] = found[consumer.axis] * factor if consumer.axis in found else factor
-    return found
+    laid = [consumer.spread(channels.gain, size, 1.0) for consumer, channels in parts]
+    return torch.stack(laid).prod(0) if len(laid) > 1 else laid[0]
 
 
 def along(values: torch.Tensor, axis: int, dim: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from normswap.conflicts import Owners, Reading, conflicts, norm_parameters, readings
 from normswap.errors import ModelError
-from normswap.factors import Channels, along, channels_of, factors
+from normswap.factors import Channels, along, channels_of, factor_of
 from normswap.foldplan import Fold, FoldPlan, stored_gain
 from normswap.narrowing import lost_range, round_once
 
@@ -167,17 +167,14 @@ class _Work:
         name = uses[0].consumer.parameter
         weight = self._owners.get(name)
         rows = weight.data
-        found = factors([(use.consumer, self._channels[use.fold.name]) for use in uses], rows.shape)
-        found = {axis: factor.to(rows.device) for axis, factor in found.items()}
+        axis = uses[0].consumer.axis
+        parts = [(use.consumer, self._channels[use.fold.name]) for use in uses]
+        factor = factor_of(parts, rows.shape[axis]).to(rows.device)
         step = max(1, _PIECE // max(1, rows[:1].numel()))
         for start in range(0, len(rows), step):
             piece = rows[start : start + step]
-            values, nonzero = piece.double(), piece != 0
-            for axis, factor in found.items():
-                part = along(factor[start : start + step] if axis == 0 else factor, axis, rows.dim())
-                values = values * part
-                nonzero = nonzero & (part != 0)
-            yield _Change(weight, name, start, values, nonzero, _norms(uses))
+            own = along(factor[start : start + step] if axis == 0 else factor, axis, rows.dim())
+            yield _Change(weight, name, start, piece.double() * own, (piece != 0) & (own != 0), _norms(uses))
 
 
 def contract(weight: torch.Tensor, values: torch.Tensor, axis: int) -> torch.Tensor:
