@@ -152,18 +152,16 @@ def test_even_positions_become_a_range(positions: tuple[int, ...], expected: obj
 
 @st.composite
 def rearrangements(draw: st.DrawFn) -> tuple[int, tuple[int, ...], list[tuple[str, Any]]]:
-    """Draw a number of tensors, their shape, and steps to take with them."""
+    """Draw a number of tensors, their shape, and steps to take with them; a split only as the last."""
     count = draw(st.integers(1, 4))
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     steps = draw(
         st.lists(
-            st.tuples(
-                st.sampled_from(["transpose", "permute", "split", "stack", "cat", "interleave"]), st.integers(0, 10**6)
-            ),
+            st.tuples(st.sampled_from(["transpose", "permute", "stack", "cat", "interleave"]), st.integers(0, 10**6)),
             max_size=5,
         )
     )
-    return count, shape, steps
+    return count, shape, [*steps, ("split", draw(st.integers(0, 3)))] if draw(st.booleans()) else steps
 
 
 def rearranged(values: list[torch.Tensor], steps: list[tuple[str, int]]) -> list[torch.Tensor]:
