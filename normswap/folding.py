@@ -25,6 +25,7 @@ Tied = Literal["skip", "untie"]
 _TOKENS = 8
 # What is run with random weights where no forward without values succeeds.
 _MOST_PARAMETERS = 100_000_000
+_SMALL = 1 << 20
 
 
 def make_fold_plan(model: nn.Module, plan: Plan, *, tied: Tied = "skip") -> FoldPlan:
@@ -124,12 +125,13 @@ def _batches(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Return the model itself if it is on the meta device, else a copy there; buffers of integers keep their values."""
+    """Return a copy on the meta device; what small buffers hold is kept."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
+        small = buffer.device.type == "cpu" and buffer.numel() <= _SMALL
+        memo[id(buffer)] = buffer.detach() if small else buffer.detach().to("meta")
     return copy.deepcopy(model, memo)
 
 

@@ -111,7 +111,7 @@ def apply_op(
     if name in _MOVES and first is not None:
         return _moved(function(first.codes, *args[1:], **kwargs), first.plain)
     if name in _INDEXED and first is not None:
-        return _moved(function(first.codes, *_on_cpu(args[1:]), **kwargs), first.plain)
+        return Mark(_indexed(name, function, first.codes, args[1:], kwargs), first.plain)
     if name == "neg" and first is not None:
         return Mark(first.codes, False)
     if name in ("cat", "stack"):
@@ -141,15 +141,24 @@ def _moved(result: Any, plain: bool) -> Any:
     return [Mark(codes, plain) for codes in result] if isinstance(result, (list, tuple)) else Mark(result, plain)
 
 
-def _on_cpu(args: Sequence[Any]) -> list[Any]:
-    """Indices have to be known; those that the model computes are taken for the first position."""
-    return [_index(value) if not isinstance(value, (list, tuple)) else [_index(v) for v in value] for value in args]
+def _indexed(
+    name: str, function: Callable[..., Any], codes: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if name == "index":
+        indices = [part for index in args[0] for part in _positions(index)]
+        return function(codes, indices, **kwargs)
+    return function(
+        codes, *(_positions(value)[0] if isinstance(value, torch.Tensor) else value for value in args), **kwargs
+    )
 
 
-def _index(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.device.type != "meta":
-        return value
-    return torch.zeros(value.shape, dtype=value.dtype)
+def _positions(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Indices have to be known: unknown ones are taken for the first position, an unknown mask for every one."""
+    if index is None or index.device.type != "meta":
+        return [index]
+    if index.dtype == torch.bool:
+        return list(torch.ones(index.shape, dtype=torch.bool).nonzero().unbind(1))
+    return [torch.zeros(index.shape, dtype=index.dtype)]
 
 
 def _codes(part: torch.Tensor, mark: Mark | None) -> torch.Tensor:

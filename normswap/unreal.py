@@ -40,12 +40,15 @@ def run(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     unknown = any(value.device.type == "meta" for value in tensors)
     if not unknown:
-        if name == "_to_copy" and _becomes_float(kwargs):
-            return function(*tree_map(_to_meta, args), **{**kwargs, "device": torch.device("meta")})
-        kept = {**kwargs, "device": torch.device("cpu")} if _is_meta(kwargs.get("device")) else kwargs
-        result = function(*args, **kept)
-        # A floating tensor that integers give (a rotary angle, an additive mask) is as good without values.
-        return tree_map(_float_to_meta, result) if tensors else result
+        if _is_meta(kwargs.get("device")):
+            if _becomes_float(kwargs) or (tensors and tensors[0].is_floating_point()):
+                return function(*tree_map(_to_meta, args), **kwargs)
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError:
+            # Code that takes the meta device for an accelerator asks for what a CPU cannot do.
+            return function(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
     if name in ("_local_scalar_dense", "item"):
         dtype = tensors[0].dtype
         return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -56,7 +59,7 @@ def run(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     if name == "_to_copy" and not _becomes_float(kwargs) and _is_meta(kwargs.get("device")):
         kwargs = {**kwargs, "device": torch.device("meta")}
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        args = (args[0], [_as_positions(index) for index in args[1]], *args[2:])
+        args = (args[0], [part for index in args[1] for part in _as_positions(index)], *args[2:])
         flat, tree = tree_flatten((args, kwargs))
     if "grouped_mm" in name:
         # Its own meta kernel insists on the dtypes and strides of a GPU's.
@@ -66,8 +69,9 @@ def run(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         mask = torch.broadcast_to(tensors[1], torch.broadcast_shapes(tensors[0].shape, tensors[1].shape))
         count = mask.numel() if mask.device.type == "meta" else int(mask.sum())
         return tensors[0].new_empty((count,), device="meta")
-    if name == "copy_" and tensors[0].device.type != "meta":
-        return tensors[0]
+    if name.endswith("_") and tensors[0].device.type != "meta":
+        # What is known stays as it was: code that looks at it finds something.
+        return args[0]
     there, more = tree_unflatten([_to_meta(value) for value in flat], tree)
     if _is_cpu(more.get("device")):
         more = {**more, "device": torch.device("meta")}
@@ -80,11 +84,12 @@ def run(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def _make(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     there = tree_map(_to_meta, args)
     shape = function(*there, **{**kwargs, "device": torch.device("meta")})
-    if shape.dtype.is_floating_point or shape.dtype.is_complex:
+    like = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    where = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
+    if _is_meta(where) and (shape.dtype.is_floating_point or shape.dtype.is_complex):
         return shape
-    if "like" in name or name.startswith("new_"):
-        like = torch.empty(shape.shape, dtype=shape.dtype)
-        args = (like, *args[1:])
+    if like is not None:
+        args = (torch.empty(like.shape, dtype=like.dtype), *args[1:])
     return function(*args, **{**kwargs, "device": torch.device("cpu")})
 
 
@@ -92,14 +97,11 @@ def _every_position(condition: torch.Tensor) -> torch.Tensor:
     return torch.ones(condition.shape, dtype=torch.bool).nonzero()
 
 
-def _as_positions(index: torch.Tensor | None) -> torch.Tensor | None:
+def _as_positions(index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Write a mask as the positions that it names, one index for each of its dimensions."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
-        return index
-    known = index if index.device.type != "meta" else torch.ones(index.shape, dtype=torch.bool)
-    if known.dim() != 1:
-        # Several dimensions become several indices; only the caller could place them.
-        return index
-    return known.nonzero()[:, 0]
+        return [index]
+    return list((_every_position(index) if index.device.type == "meta" else index.nonzero()).unbind(1))
 
 
 def _becomes_float(kwargs: dict[str, Any]) -> bool:
@@ -117,9 +119,3 @@ def _is_cpu(device: Any) -> bool:
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) and value.device.type != "meta" else value
-
-
-def _float_to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
-        return value.to("meta")
-    return value
