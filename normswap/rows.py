@@ -1,10 +1,12 @@
-"""Read stored tensors a few rows at a time."""
+"""Read single stored tensors of a checkpoint, some rows at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from normswap.errors import CheckpointError
@@ -15,73 +17,61 @@ from normswap.shards import Checkpoint
 
 __all__ = ["row_reader"]
 
-_PIECE = 1 << 24
+_PIECE = 1 << 22
 
 
-def row_reader(checkpoint: Checkpoint, *, piece: int = _PIECE) -> Callable[[str], Iterator[torch.Tensor]]:
-    """Return a function that yields a stored tensor in pieces of whole rows, in order.
+def row_reader(checkpoint: Checkpoint, piece: int = _PIECE) -> Callable[[str], Iterator[torch.Tensor]]:
+    """Return a function that yields the rows of a stored tensor in order, some at a time.
 
-    Each piece is in memory that the next one overwrites; a number is one piece.
+    What it yields has the stored dtype and all axes but the first whole; a tensor without axes is one piece. Each
+    piece has memory of its own.
 
     Args:
-        checkpoint: what `normswap.shards.check_source` returned.
-        piece: bytes to be read at a time; a longer row is read whole.
+        checkpoint: what `check_source` returned.
+        piece: bytes of a piece; one row may be more.
 
-    Returns:
-        Takes the name of a tensor; raises CheckpointError where it is not there, cannot be read or holds no
-        floating-point numbers.
+    Raises:
+        CheckpointError: (by the function) no such tensor, one that is no floating-point tensor, or a file that cannot
+            be read.
     """
-    loaded: dict[str, dict[str, Any]] = {}
+    # A pickle is mapped, which takes time and no memory; most tensors asked for in a row are in one file.
+    pickle = lru_cache(maxsize=1)(lambda name: load_pickle(follow(checkpoint.path, name), name, "cpu"))
 
     def read(key: str) -> Iterator[torch.Tensor]:
-        if key not in checkpoint.tensors:
+        entry = checkpoint.tensors.get(key)
+        if entry is None:
             raise CheckpointError(f"expected {key} in {checkpoint.path}, no file of the checkpoint holds it")
-        entry = checkpoint.tensors[key]
         dtype = torch_dtype(key, entry)
-        if checkpoint.format == "safetensors":
-            yield from _from_safetensors(checkpoint, key, entry, dtype, piece)
-            return
-        if entry.file not in loaded:
-            loaded.clear()
-            loaded[entry.file] = load_pickle(follow(checkpoint.path, entry.file), entry.file, "cpu")
-        tensor = loaded[entry.file][key].detach()
-        yield from tensor.split(_row_count(tensor.shape, dtype, piece)) if tensor.dim() else (tensor,)
+        if checkpoint.format == "pickle":
+            tensor = pickle(entry.file)[key].detach()
+            yield from tensor.split(_rows(entry, dtype, piece)) if tensor.dim() else (tensor,)
+        else:
+            yield from _stored(follow(checkpoint.path, entry.file), key, entry, dtype, piece)
 
     return read
 
 
-def _row_count(shape: tuple[int, ...], dtype: torch.dtype, piece: int) -> int:
-    row = dtype.itemsize
-    for size in shape[1:]:
-        row *= size
+def _rows(entry: Entry, dtype: torch.dtype, piece: int) -> int:
+    row = torch.Size(entry.shape[1:]).numel() * dtype.itemsize
     return max(1, piece // max(1, row))
 
 
-def _from_safetensors(
-    checkpoint: Checkpoint, key: str, entry: Entry, dtype: torch.dtype, piece: int
-) -> Iterator[torch.Tensor]:
+def _stored(file: Path, key: str, entry: Entry, dtype: torch.dtype, piece: int) -> Iterator[torch.Tensor]:
     assert entry.start is not None and entry.end is not None
-    total = entry.end - entry.start
-    rows = entry.shape[0] if entry.shape else 1
-    count = min(rows, _row_count(entry.shape, dtype, piece))
-    row = total // rows if rows else 0
-    memory = torch.zeros(count * row, dtype=torch.uint8)
+    size = entry.end - entry.start
+    step = _rows(entry, dtype, piece) * torch.Size(entry.shape[1:]).numel() * dtype.itemsize if entry.shape else size
+    shape = (-1, *entry.shape[1:]) if entry.shape else ()
     try:
-        with follow(checkpoint.path, entry.file).open("rb", buffering=0) as stream:
+        with file.open("rb", buffering=0) as stream:
             stream.seek(entry.start)
-            for start in range(0, rows, max(1, count)):
-                here = min(count, rows - start)
-                part = memory[: here * row]
-                _fill(stream, part.numpy(), key)
-                yield part.view(dtype).view(here, *entry.shape[1:]) if entry.shape else part.view(dtype).view(())
+            for begin in range(0, size, max(1, step)):
+                memory = np.empty(min(step, size - begin), np.uint8)
+                view = memoryview(memory)
+                while view:
+                    count = stream.readinto(view)
+                    if not count:
+                        raise CheckpointError(f"{entry.file} changed while it was read: {key} is cut short; run again")
+                    view = view[count:]
+                yield torch.from_numpy(memory).view(dtype).view(shape)
     except OSError as error:
         raise CheckpointError(f"cannot read {key} in {entry.file}: {error.strerror}") from error
-
-
-def _fill(stream: Any, memory: Any, key: str) -> None:
-    view = memoryview(memory)
-    while view:
-        count = stream.readinto(view)
-        if not count:
-            raise CheckpointError(f"{key} is cut short: its file changed while it was read; run again")
-        view = view[count:]
