@@ -49,7 +49,7 @@ def unstorable(
         plan: the decisions.
         stored: where its parameters are stored.
         read: reads a stored tensor.
-        heads: parameter to the new tensor on disk, for heads that are stored under the embedding's name so far.
+        heads: `normswap.untying.Untying.keys`: parameter that is to be untied, to the new tensor on disk.
 
     Returns:
         Name of the norm to the reason. Weights are not read: that one leaves the range of its dtype is found out when
@@ -167,10 +167,16 @@ class _Maker:
             assert uses[0].consumer.bias is not None
             for piece in self._pieces(uses[0].consumer.bias):
                 self._edit(piece, [use.fold.name for use in uses]).puts.append(Put(piece, moved, add=True))
+        # What is untied without a norm that reads it, such as a bias of the head, is copied as it is.
+        plain = {
+            new: Added(self._stored.by_parameter[name][0].key)
+            for name, new in self._heads.items()
+            if new not in self._added and name not in self._stored.twice
+        }
         made = {**self._edits, **{key: edit for key, (_, edit) in self._added.items()}}
         return Edits(
             edits=dict(self._edits),
-            added={key: Added(source, edit) for key, (source, edit) in self._added.items()},
+            added={**plain, **{key: Added(source, edit) for key, (source, edit) in self._added.items()}},
             norms={key: tuple(edit.norms) for key, edit in made.items()},
             algebra=self._algebra,
         )
