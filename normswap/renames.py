@@ -32,6 +32,13 @@ class Group:
     keys: dict[str, list[str]]
     converter: Any | None = None
 
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameters that the tensors become, as far as they follow from the conversion's patterns."""
+        if self.converter is None:
+            return (self.parameter,)
+        first, *others = self.converter.target_patterns
+        return (self.parameter, *(self.parameter.replace(first, pattern) for pattern in others))
+
 
 def group_keys(model: nn.Module, keys: Iterable[str]) -> list[Group]:
     """Group the keys of a checkpoint as transformers does when it loads them, in its order.

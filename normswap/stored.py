@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ class _Mapper:
         for group in group_keys(self.model, self.tensors):
             if group.parameter in self.state:
                 self._add(group)
+        self._refuse_shared()
         tied, twice = self._ties()
         for alias, name in tied.items():
             if name in self.found:
@@ -146,7 +148,9 @@ class _Mapper:
             else:
                 layouts = self._converted(group)
         except Unfollowable as reason:
-            self._refuse(group.parameter, keys, str(reason))
+            for name in group.names():
+                if name in self.state:
+                    self._refuse(name, keys, str(reason))
             return
         for name, layout in layouts.items():
             if name in self.state:
@@ -190,6 +194,19 @@ class _Mapper:
         if set(layouts) == {group.parameter}:
             self.learnt[kind] = layouts[group.parameter]
         return layouts
+
+    def _refuse_shared(self) -> None:
+        """Refuse parameters that take the same stored values: a change for one of them would change the other."""
+        readers: dict[str, list[Stored]] = {}
+        for pieces in self.found.values():
+            for piece in pieces:
+                readers.setdefault(piece.key, []).append(piece)
+        for key, reading in readers.items():
+            for one, other in combinations(reading, 2):
+                if all(not set(some).isdisjoint(more) for some, more in zip(one.held, other.held, strict=True)):
+                    for name, rival in ((one.parameter, other.parameter), (other.parameter, one.parameter)):
+                        keys = [piece.key for piece in self.found.get(name, ())]
+                        self._refuse(name, keys, f"takes the same values of {key} as {rival}")
 
     def _ties(self) -> tuple[dict[str, str], dict[str, str]]:
         tied: dict[str, str] = {}

@@ -281,3 +281,82 @@ def test_no_tensor_data_is_read(tmp_path: Path) -> None:
     model, checkpoint = build_meta(source), check_source(folder)
     (folder / "model.safetensors").unlink()
     assert not map_stored(model, checkpoint).missing
+
+
+@pytest.fixture
+def converting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[torch.Tensor], list[torch.Tensor]]], None]:
+    """Let transformers make the two halves of an MLP from one tensor, by a conversion of the test."""
+
+    def install(split: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        from transformers import conversion_mapping
+        from transformers.core_model_loading import ConversionOps, WeightConverter
+
+        class Splitting(ConversionOps):
+            def convert(
+                self, input_dict: dict[str, list[torch.Tensor]], source_patterns: list[str], target_patterns: list[str],
+                **kwargs: object,
+            ) -> Tensors:  # fmt: skip
+                return dict(zip(target_patterns, split(input_dict["both.weight"][0]), strict=True))
+
+        converters = [WeightConverter("both.weight", ["gate_proj.weight", "up_proj.weight"], [Splitting()])]
+        monkeypatch.setattr(
+            conversion_mapping, "get_model_conversion_mapping", lambda model, *args, **kwargs: list(converters)
+        )
+        monkeypatch.setattr(
+            transformers.modeling_utils, "get_model_conversion_mapping", lambda model, *args, **kwargs: list(converters)
+        )
+
+    return install
+
+
+def joined(tensors: Tensors) -> Tensors:
+    kept = {key: value for key, value in tensors.items() if "gate_proj" not in key and "up_proj" not in key}
+    for layer in (0, 1):
+        mlp = f"model.layers.{layer}.mlp"
+        both = [tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"]]
+        kept[f"{mlp}.both.weight"] = torch.cat(both)
+    return kept
+
+
+@pytest.mark.skipif(not CONVERTS, reason="transformers 4 does not convert")
+def test_a_tensor_that_is_split_over_parameters(converting: Callable[..., None], tmp_path: Path) -> None:
+    folder = saved(scrambled(tiny_llama()), tmp_path)
+    converting(lambda both: list(both.chunk(2)))
+    stored = agrees(rewritten(folder, joined), transformers.LlamaForCausalLM)
+    gate, up = stored.by_key["model.layers.1.mlp.both.weight"]
+    assert (gate.parameter, up.parameter) == (
+        "model.layers.1.mlp.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    )
+    assert (gate.held[0], up.held[0]) == (range(48), range(48, 96))
+
+
+@pytest.mark.skipif(not CONVERTS, reason="transformers 4 does not convert")
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        (lambda both: [both[:48], both[:48]], "takes the same values of model.layers.0.mlp.both.weight as"),
+        (lambda both: [both[:48], both[:48] + both[48:]], "changes values"),
+        (lambda both: [both[:48], both[48:].double().mul(1.5)], "changes"),
+    ],
+)
+def test_values_that_two_parameters_share_and_arithmetic_are_opaque(
+    converting: Callable[..., None], split: Callable[..., list[torch.Tensor]], reason: str, tmp_path: Path
+) -> None:
+    folder = saved(scrambled(tiny_llama()), tmp_path)
+    converting(split)
+    stored = mapped(rewritten(folder, joined))
+    assert set(stored.opaque) == {
+        f"model.layers.{layer}.mlp.{name}.weight" for layer in (0, 1) for name in ("gate_proj", "up_proj")
+    }
+    assert reason in stored.opaque["model.layers.0.mlp.up_proj.weight"]
+    assert not stored.missing and not stored.unread
+
+
+def test_of_two_tensors_for_one_parameter_the_one_that_is_loaded_counts(tmp_path: Path) -> None:
+    name = "bert.encoder.layer.0.output.LayerNorm"
+    folder = saved(scrambled(tiny_bert()), tmp_path)
+    rewritten(folder, lambda tensors: {**tensors, f"{name}.gamma": tensors[f"{name}.weight"] + 1})
+    stored = agrees(folder, transformers.BertForMaskedLM)
+    (piece,) = stored.by_parameter[f"{name}.weight"]
+    assert stored.unread == tuple({f"{name}.gamma", f"{name}.weight"} - {piece.key})
