@@ -1,0 +1,158 @@
+"""Who reads a norm, against a table that was found by numerical experiment, and against folds carried out by hand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers
+from torch import nn
+
+from normswap.folding import make_fold_plan
+from normswap.foldplan import Fold
+from normswap.plan import make_plan
+
+pytestmark = pytest.mark.zoo
+
+LIB = Path(__file__).resolve().parents[2] / "benchmarks" / "lib"
+TABLE = Path(__file__).resolve().parents[3] / "shared" / "zoo" / "fold_truth_sample.json"
+TRUTH = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+FAMILIES = sorted(set(TRUTH) - {"_meta"})
+
+# How the variants of the table are built: a class of its own, or changes of the configuration.
+CLASSES = {"bert|masked-lm": "BertForMaskedLM", "bart": "BartForCausalLM", "whisper": "WhisperForCausalLM"}
+CHANGES: dict[str, dict[str, Any]] = {
+    "bloom|post_ln_residual": {"apply_residual_connection_post_layernorm": True},
+    "falcon|new_decoder(40b)": {"new_decoder_architecture": True},
+    "gemma4_text|moe": {
+        "enable_moe_block": True,
+        "hidden_size_per_layer_input": 0,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "opt|post_ln(350m)": {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
+}
+Answer = tuple[bool, frozenset[str]]
+
+
+@pytest.fixture(scope="module")
+def lib(zoo: Path) -> Iterator[SimpleNamespace]:
+    """What folds by hand, and the zoo."""
+    names = ("coverage_zoo", "folding_hand", "folding_sweep")
+    sys.path.insert(0, str(LIB))
+    try:
+        found = {name.partition("_")[2]: importlib.import_module(name) for name in names}
+        yield SimpleNamespace(**found, tiny=found["zoo"].load_zoo(zoo))
+    finally:
+        sys.path.remove(str(LIB))
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def model_of(lib: SimpleNamespace) -> Any:
+    """Build each family once, gains and biases away from 1 and 0."""
+
+    @lru_cache
+    def build(key: str) -> nn.Module:
+        name, _, variant = key.partition("|")
+        if name not in transformers.CONFIG_MAPPING:
+            pytest.skip(f"{name} is not built by this transformers")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = lib.tiny.tiny_model(name, class_name=CLASSES.get(key), config_overrides=CHANGES.get(key))
+            if variant == "vision":
+                model = type(model.model.visual)._from_config(model.config.vision_config).eval()
+            return lib.tiny.perturb_norms_(model)
+
+    return build
+
+
+@lru_cache
+def folds_of(model: nn.Module, tied: str) -> tuple[Fold, ...]:
+    return make_fold_plan(model, make_plan(model), tied=tied).decisions
+
+
+def pattern(name: str) -> str:
+    """Write a name as the table does."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name).replace("{e}", "{i}")
+
+
+def answer(foldable: bool, consumers: Any) -> Answer:
+    # A slice of the columns stands behind the name.
+    return foldable, frozenset(pattern(consumer.partition("[")[0]) for consumer in consumers)
+
+
+def answers_of_table(entry: dict[str, Any]) -> set[Answer]:
+    kinds = entry.get("variants") or [entry]
+    return {answer(kind["foldable"], kind["consumers"]) for kind in kinds}
+
+
+def by_pattern(decisions: tuple[Fold, ...]) -> dict[str, list[Fold]]:
+    groups: dict[str, list[Fold]] = {}
+    for fold in decisions:
+        groups.setdefault(pattern(fold.name), []).append(fold)
+    return groups
+
+
+def differences(entry: dict[str, Any], folds: list[Fold]) -> list[str]:
+    """Say where the decisions for one pattern are not those of the table."""
+    if entry.get("status") == "untraced":
+        return []
+    told = []
+    ours = {answer(fold.action == "fold", fold.parameters) for fold in folds}
+    if ours != (table := answers_of_table(entry)):
+        told.append(f"expected {readable(table)}, got {readable(ours)}: {sorted({fold.reason for fold in folds})}")
+    folded = [fold for fold in folds if fold.action == "fold"]
+    if any(fold.untie for fold in folded) != entry.get("needs_untie", False) and entry["foldable"]:
+        told.append(f"expected untie {entry.get('needs_untie', False)}, got {[fold.untie for fold in folded]}")
+    if "bias_foldable" in entry and {fold.bias for fold in folded} != {"move" if entry["bias_foldable"] else "keep"}:
+        told.append(f"expected bias_foldable {entry['bias_foldable']}, got {[fold.bias for fold in folded]}")
+    return told
+
+
+def readable(answers: set[Answer]) -> list[str]:
+    return sorted(f"{'fold' if foldable else 'refuse'} {sorted(consumers)}" for foldable, consumers in answers)
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_the_plan_is_that_of_the_table(model_of: Any, key: str) -> None:
+    groups = by_pattern(folds_of(model_of(key), "untie"))
+    assert groups.keys() == TRUTH[key].keys()
+    found = {name: differences(TRUTH[key][name], folds) for name, folds in groups.items()}
+    assert {name: told for name, told in found.items() if told} == {}
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_only_tied_heads_are_skipped(model_of: Any, key: str) -> None:
+    untied, skipped = (folds_of(model_of(key), tied) for tied in ("untie", "skip"))
+    for with_head, without in zip(untied, skipped, strict=True):
+        if with_head.action == "fold" and with_head.untie:
+            assert without.action == "refuse" and "tied" in without.reason
+        else:
+            assert without == with_head
+
+
+@pytest.mark.parametrize("key", FAMILIES)
+def test_every_fold_leaves_the_output_where_it_was(lib: SimpleNamespace, model_of: Any, key: str) -> None:
+    model = model_of(key)
+    folds = [fold for fold in folds_of(model, "untie") if fold.action == "fold"]
+    if not folds:
+        pytest.skip(f"{key} has nothing to fold")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trial = lib.sweep.Trial(model, lib.sweep.inputs_of(lib.tiny, model))
+    assert trial.wrong(folds) == {}
+    # One pattern at a time, each has to be seen when it is dropped instead.
+    for group in by_pattern(tuple(folds)).values():
+        assert trial.sees(group), group[0].name

@@ -1,0 +1,450 @@
+"""Tiny checkpoints whose norms are easily folded wrong, and what has to become of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+TEXT = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4, "mlp_layer_types": ["dense", "sparse"]}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@dataclass(frozen=True)
+class Trap:
+    """One tiny checkpoint.
+
+    Attributes:
+        model: name of its class in transformers.
+        config: name of its configuration's class.
+        settings: arguments of the configuration.
+        folds: for patterns of norms, the last parts of their consumers' names, with every head untied; a norm that
+            stands in several kinds of layers has one set for each.
+        refuses: for patterns of norms, words of the operation that stands in the way.
+        keeps_bias: patterns of folded norms that keep a bias, divided by the gain, for want of a home.
+    """
+
+    model: str
+    config: str
+    settings: Mapping[str, Any]
+    folds: Mapping[str, tuple[set[str], ...]]
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    keeps_bias: tuple[str, ...] = ()
+
+    def build(self) -> PreTrainedModel:
+        """Return the model in float32, every norm and bias away from 1 and 0.
+
+        Raises:
+            AttributeError: this transformers does not have it.
+        """
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.settings)
+        return disturbed(getattr(transformers, self.model)(config)).eval()
+
+
+@torch.no_grad()
+def disturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """Move gains and biases away from 1 and 0, and weights to a size at which every part of the model counts."""
+    for name, parameter in model.named_parameters():
+        owner = type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
+        if "norm" in owner or name.endswith("bias"):
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+        elif parameter.dim() >= 2:
+            parameter.mul_(4.0)
+    return model
+
+
+def batch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return inputs for a model's forward: ``(2, 16)`` tokens, and what else its forward needs."""
+    ids = torch.randint(5, 60, (2, 16), generator=torch.Generator().manual_seed(3))
+    if model.config.model_type == "whisper":
+        features = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(4))
+        return {"input_features": features.to(model.dtype), "decoder_input_ids": ids}
+    if model.config.model_type == "qwen2_vl":
+        ids = ids[:1]
+        ids[0, 2:6] = model.config.image_token_id
+        pixels = torch.randn(16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(4))
+        grid = torch.tensor([[1, 4, 4]])
+        kinds = (ids == model.config.image_token_id).int()
+        return {
+            "input_ids": ids,
+            "pixel_values": pixels.to(model.dtype),
+            "image_grid_thw": grid,
+            "mm_token_type_ids": kinds,
+        }
+    return {"input_ids": ids}
+
+
+@torch.no_grad()
+def outputs(model: nn.Module) -> torch.Tensor:
+    """Return the logits on `batch`, in float64."""
+    return model(**batch(model)).logits.double()
+
+
+QKV = {"q_proj.weight", "k_proj.weight", "v_proj.weight"}
+GATED = {"gate_proj.weight", "up_proj.weight"}
+HEAD = ({"lm_head.weight"},)
+
+TRAPS = {
+    "minimax": Trap(
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {
+            **TEXT,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "block_size": 16,
+            "layer_types": ["full_attention", "linear_attention"],
+        },
+        folds={"model.layers.*.self_attn.norm": ({"out_proj.weight"},), "model.norm": HEAD},
+        refuses={"model.layers.*.input_layernorm": "add", "model.layers.*.post_attention_layernorm": "add"},
+    ),
+    "gemma3n": Trap(
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        {
+            **TEXT,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 96,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.5, 0.0],
+            "laurel_rank": 8,
+        },
+        folds={
+            "model.layers.*.pre_feedforward_layernorm": (GATED,),
+            "model.layers.*.altup.router_norm": ({"modality_router.weight"},),
+            "model.norm": HEAD,
+        },
+        refuses={
+            "model.layers.*.input_layernorm": "add",
+            "model.layers.*.post_attention_layernorm": "add",
+            "model.layers.*.laurel.post_laurel_norm": "add",
+            "model.per_layer_projection_norm": "add",
+        },
+    ),
+    "olmo_hybrid": Trap(
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {
+            **TEXT,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+        # The norm of one name stands before the block in one kind of layer, and behind it in the other.
+        folds={"model.layers.0.post_attention_layernorm": (GATED,), "model.norm": HEAD},
+        refuses={
+            "model.layers.1.post_attention_layernorm": "add",
+            "model.layers.*.post_feedforward_layernorm": "add",
+        },
+    ),
+    "longcat": Trap(
+        "LongcatFlashForCausalLM",
+        "LongcatFlashConfig",
+        {
+            **TEXT,
+            **LATENT,
+            "num_layers": 1,
+            "ffn_hidden_size": 48,
+            "head_dim": 8,
+            "moe_topk": 2,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 16,
+        },
+        folds={
+            "model.layers.0.post_attention_layernorm.1": (GATED,),
+            "model.layers.*.input_layernorm.*": ({"q_a_proj.weight", "kv_a_proj_with_mqa.weight"},),
+            "model.norm": HEAD,
+        },
+        # Identity experts hand the normed rows on as they are.
+        refuses={"model.layers.0.post_attention_layernorm.0": ""},
+    ),
+    "axk2": Trap(
+        "AXK2ForCausalLM",
+        "AXK2Config",
+        {**TEXT, **LATENT, **INDEXED, **EXPERTS, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+        folds={
+            "model.layers.*.self_attn.q_a_layernorm": ({"q_gate_proj.weight", "wq_b.weight"},),
+            "model.layers.*.self_attn.kv_a_layernorm": ({"kv_b_proj.weight"},),
+            "model.norm": HEAD,
+        },
+        refuses={"model.layers.*.self_attn.indexer.k_norm": ""},
+    ),
+    "deepseek_v32": Trap(
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {
+            **TEXT,
+            **LATENT,
+            **INDEXED,
+            **EXPERTS,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        folds={
+            "model.layers.*.input_layernorm": (
+                {"weights_proj.weight", "wk.weight", "kv_a_proj_with_mqa.weight", "q_a_proj.weight"},
+            ),
+            "model.layers.*.self_attn.q_a_layernorm": ({"q_b_proj.weight", "wq_b.weight"},),
+            "model.norm": HEAD,
+        },
+        refuses={"model.layers.*.self_attn.indexer.k_norm": ""},
+    ),
+    "qwen3_next": Trap(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {
+            **TEXT,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        folds={
+            "model.layers.*.input_layernorm": ({"in_proj_ba.weight", "in_proj_qkvz.weight"}, QKV),
+            "model.layers.*.post_attention_layernorm": (
+                {"experts.gate_up_proj", "gate.weight", "shared_expert_gate.weight", *GATED},
+            ),
+            "model.layers.*.linear_attn.norm": ({"out_proj.weight"},),
+            "model.norm": HEAD,
+        },
+        refuses={"model.layers.*.self_attn.q_norm": "", "model.layers.*.self_attn.k_norm": ""},
+    ),
+    "zamba2": Trap(
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        {
+            **TEXT,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "chunk_size": 8,
+            "intermediate_size": 48,
+            "num_key_value_heads": 4,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 4,
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+            "adapter_rank": 4,
+            "kv_channels": 8,
+            "num_query_groups": 4,
+        },
+        folds={
+            "model.layers.*.shared_transformer.input_layernorm": (QKV,),
+            "model.layers.*.mamba_decoder.input_layernorm": ({"in_proj.weight"},),
+            "model.layers.*.mamba.norm": ({"out_proj.weight"},),
+            "model.final_layernorm": HEAD,
+        },
+    ),
+    "gemma4": Trap(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **TEXT,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+            "num_kv_shared_layers": 0,
+        },
+        folds={
+            "model.layers.*.pre_feedforward_layernorm": (GATED,),
+            "model.layers.*.pre_feedforward_layernorm_2": ({"experts.gate_up_proj"},),
+            "model.norm": HEAD,
+        },
+        refuses={
+            "model.layers.*.post_feedforward_layernorm_1": "norm",
+            "model.layers.*.post_feedforward_layernorm_2": "norm",
+            "model.layers.*.post_attention_layernorm": "add",
+            "model.layers.*.router.norm": "gain",
+        },
+    ),
+    "nemotron_h": Trap(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **TEXT,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "layers_block_type": ["mamba", "moe", "attention"],
+        },
+        folds={
+            "model.layers.*.norm": (
+                {"in_proj.weight"},
+                {"experts.up_proj", "gate.weight", "shared_experts.up_proj.weight"},
+                QKV,
+            ),
+            "model.layers.*.mixer.norm": ({"out_proj.weight"},),
+            "model.norm_f": HEAD,
+        },
+    ),
+    "falcon": Trap(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**TEXT, "num_hidden_layers": 2, "bias": False, "ffn_hidden_size": 48},
+        folds={
+            "transformer.h.*.input_layernorm": ({"dense_h_to_4h.weight", "query_key_value.weight"},),
+            "transformer.ln_f": HEAD,
+        },
+        keeps_bias=("transformer.h.*.input_layernorm", "transformer.ln_f"),
+    ),
+    "gpt2": Trap(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": 96,
+            "n_positions": 128,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        folds={
+            "transformer.h.*.ln_1": ({"c_attn.weight"},),
+            "transformer.h.*.ln_2": ({"c_fc.weight"},),
+            "transformer.ln_f": HEAD,
+        },
+        keeps_bias=("transformer.ln_f",),
+    ),
+    "bloom": Trap(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "apply_residual_connection_post_layernorm": True,
+        },
+        folds={"transformer.ln_f": HEAD},
+        refuses={
+            "transformer.h.*.input_layernorm": "add",
+            "transformer.h.*.post_attention_layernorm": "add",
+            "transformer.word_embeddings_layernorm": "norm",
+        },
+        keeps_bias=("transformer.ln_f",),
+    ),
+    "whisper": Trap(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": 96,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "num_mel_bins": 16,
+            "max_source_positions": 32,
+            "max_target_positions": 32,
+            "decoder_start_token_id": 1,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+        folds={
+            "model.decoder.layers.*.encoder_attn_layer_norm": ({"q_proj.weight"},),
+            "model.decoder.layers.*.self_attn_layer_norm": (QKV,),
+            "model.encoder.layers.*.final_layer_norm": ({"fc1.weight"},),
+            "model.decoder.layer_norm": ({"proj_out.weight"},),
+        },
+        # The model returns the encoder's last state beside its logits.
+        refuses={"model.encoder.layer_norm": "return"},
+        keeps_bias=("model.decoder.layers.*.self_attn_layer_norm", "model.decoder.layer_norm"),
+    ),
+    "qwen2_vl": Trap(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {
+            "text_config": {
+                **TEXT,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+            },
+            "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+            "image_token_id": 90,
+            "video_token_id": 91,
+            "vision_start_token_id": 88,
+            "vision_end_token_id": 89,
+        },
+        folds={
+            "model.visual.blocks.*.norm1": ({"qkv.weight"},),
+            "model.visual.blocks.*.norm2": ({"fc1.weight"},),
+            # Four rows side by side make one row of the merger.
+            "model.visual.merger.ln_q": ({"mlp.0.weight"},),
+            "model.language_model.layers.*.input_layernorm": (QKV,),
+            "model.language_model.norm": HEAD,
+        },
+    ),
+}
