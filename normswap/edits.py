@@ -19,7 +19,30 @@ from normswap.places import Read, add_at, assemble, cut, numbered, parameter_sha
 from normswap.rowedits import Put, Scale, Scratch, TensorEdit
 from normswap.stored import Stored, StoredMap
 
-__all__ = ["Edits", "make_edits", "unstorable"]
+__all__ = ["Edits", "WeightEdit", "make_edits", "unstorable"]
+
+
+@dataclass(frozen=True)
+class WeightEdit:
+    """A stored weight that gains are folded into.
+
+    Attributes:
+        parameter: its name in the class.
+        key: the tensor that is written; a new one for a head that is untied.
+        source: the stored tensor that is read.
+        edit: how that changes.
+        piece: how it holds the parameter.
+        axis: of the stored tensor, along which its columns run.
+        factor: of each column, in the stored order, float64.
+    """
+
+    parameter: str
+    key: str
+    source: str
+    edit: Edit
+    piece: Stored
+    axis: int
+    factor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -30,12 +53,14 @@ class Edits:
         edits: stored tensor to its change.
         added: new tensor to what it copies and its change: heads that are untied.
         norms: stored or new tensor to the norms that it is changed for.
+        weights: the weights among them.
         algebra: what is measured while the edits are applied.
     """
 
     edits: dict[str, Edit]
     added: dict[str, Added]
     norms: dict[str, tuple[str, ...]]
+    weights: tuple[WeightEdit, ...]
     algebra: Algebra
 
 
@@ -96,6 +121,7 @@ class _Maker:
         self._scratch, self._algebra = Scratch(), Algebra()
         self._edits: dict[str, TensorEdit] = {}
         self._added: dict[str, tuple[str, TensorEdit]] = {}
+        self._weights: list[WeightEdit] = []
         self._known: dict[Hashable, tuple[torch.Tensor, Columns]] = {}
         for fold in plan.folds:
             if fold.name not in self.faults and (fault := self._fault(fold)):
@@ -178,18 +204,24 @@ class _Maker:
             edits=dict(self._edits),
             added={**plain, **{key: Added(source, edit) for key, (source, edit) in self._added.items()}},
             norms={key: tuple(edit.norms) for key, edit in made.items()},
+            weights=tuple(self._weights),
             algebra=self._algebra,
         )
 
     def _edit(self, piece: Stored, norms: Iterable[str]) -> TensorEdit:
         """Return the edit of a stored tensor, or of the new one of a head that is untied."""
-        head = self._heads.get(piece.parameter)
-        if head is not None and piece.parameter not in self._stored.twice:
-            edit = self._added.setdefault(head, (piece.key, TensorEdit(self._scratch, self._algebra)))[1]
+        key, new = self._target(piece), TensorEdit(self._scratch, self._algebra)
+        if key == piece.key:
+            edit = self._edits.setdefault(key, new)
         else:
-            edit = self._edits.setdefault(piece.key, TensorEdit(self._scratch, self._algebra))
+            edit = self._added.setdefault(key, (piece.key, new))[1]
         edit.norms.update(dict.fromkeys(norms))
         return edit
+
+    def _target(self, piece: Stored) -> str:
+        """Return the tensor that is written for a stored one."""
+        stays = piece.parameter in self._stored.twice
+        return piece.key if stays else self._heads.get(piece.parameter, piece.key)
 
     def _norm_values(self, fold: Fold) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Yield a norm's gain and bias with what becomes of them, float64."""
@@ -218,7 +250,11 @@ class _Maker:
         factor, columns = self._known[key]
         for piece in pieces:
             edit = self._edit(piece, columns.norms)
-            edit.scales.append(Scale(piece, piece.axes[consumer.axis], piece.take(factor, consumer.axis)))
+            at, own = piece.axes[consumer.axis], piece.take(factor, consumer.axis)
+            edit.scales.append(Scale(piece, at, own))
+            # A tensor that is one column has no row that could be quantized.
+            if at is not None:
+                self._weights.append(WeightEdit(piece.parameter, self._target(piece), piece.key, edit, piece, at, own))
             edit.columns.append((piece, consumer.axis, columns))
 
     def _moved(self, uses: list[Reading]) -> torch.Tensor:
