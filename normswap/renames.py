@@ -25,7 +25,7 @@ class Group:
     Attributes:
         parameter: name of what they become; of the first, where a conversion gives several.
         keys: the stored tensors by the pattern that each matched, in the order in which transformers takes them.
-        converter: transformers' conversion, to be copied for each use; None where one tensor is taken as it is.
+        converter: transformers' conversion, to be copied for each use; None where the first tensor is taken as it is.
     """
 
     parameter: str
@@ -74,10 +74,9 @@ def _converted(model: Any, keys: Iterable[str]) -> Iterator[Group]:
             name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
         if name not in state:
             continue
-        # The first key decides how a parameter is made; a later one without a conversion is not read.
+        # The first key decides how a parameter is made.
         group = groups.setdefault(name, Group(name, {}, by_pattern[pattern] if pattern else None))
-        if group.converter is not None or not group.keys:
-            group.keys.setdefault(pattern or key, []).append(key)
+        group.keys.setdefault(pattern or key, []).append(key)
     yield from groups.values()
 
 

@@ -142,6 +142,8 @@ class _Mapper:
 
     def _add(self, group: Group) -> None:
         keys = [key for part in group.keys.values() for key in part]
+        if group.converter is None:
+            del keys[1:]
         try:
             if group.converter is None:
                 layouts = {group.parameter: _as_it_is(self.tensors[keys[0]].shape)}
