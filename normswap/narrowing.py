@@ -9,14 +9,18 @@ from normswap.bits import as_bits, count_bad, zeros
 __all__ = ["lost_range", "narrow", "round_once"]
 
 # Values at a time, so that what lies between two steps stays in the processor's cache.
-_BLOCK = 1 << 17
+_BLOCK = 1 << 16
+# Halfway between the largest number, 448, and where the next would be; and the bits of NaN.
+_E4M3_END = 464.0
+_E4M3_NAN = 0x7F
 
 
 def narrow(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Round values to the nearest of a narrower dtype, ties to even, in one rounding.
 
     A plain copy of float64 to a dtype of 16 or 8 bits rounds twice, by way of float32. Here what lies between is
-    rounded to odd, which keeps the second rounding right.
+    rounded to odd, which keeps the second rounding right. What is too large becomes infinite, or NaN in a dtype without
+    infinity.
 
     Args:
         values: float64 or float32.
@@ -30,11 +34,14 @@ def narrow(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         tensor([1.0078], dtype=torch.bfloat16)
     """
     if values.dtype != torch.float64 or out.dtype.itemsize >= 4:
-        return out.copy_(values)
-    wide, flat = values.reshape(-1), out.view(-1)
-    for start in range(0, len(wide), _BLOCK):
-        block = wide[start : start + _BLOCK]
-        flat[start : start + _BLOCK].copy_(_round_to_odd(block))
+        out.copy_(values)
+    else:
+        wide, flat = values.reshape(-1), out.view(-1)
+        for start in range(0, len(wide), _BLOCK):
+            flat[start : start + _BLOCK].copy_(_round_to_odd(wide[start : start + _BLOCK]))
+    if out.dtype == torch.float8_e4m3fn:
+        # torch puts the largest number in the place of one that is too large.
+        out.view(torch.uint8).masked_fill_(values.abs() > _E4M3_END, _E4M3_NAN)
     return out
 
 

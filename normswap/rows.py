@@ -13,6 +13,7 @@ from normswap.errors import CheckpointError
 from normswap.headers import Entry, load_pickle
 from normswap.layout import torch_dtype
 from normswap.listing import follow
+from normswap.pipeline import read_into
 from normswap.shards import Checkpoint
 
 __all__ = ["row_reader"]
@@ -63,15 +64,10 @@ def _stored(file: Path, key: str, entry: Entry, dtype: torch.dtype, piece: int) 
     shape = (-1, *entry.shape[1:]) if entry.shape else ()
     try:
         with file.open("rb", buffering=0) as stream:
-            stream.seek(entry.start)
             for begin in range(0, size, max(1, step)):
                 memory = np.empty(min(step, size - begin), np.uint8)
-                view = memoryview(memory)
-                while view:
-                    count = stream.readinto(view)
-                    if not count:
-                        raise CheckpointError(f"{entry.file} changed while it was read: {key} is cut short; run again")
-                    view = view[count:]
+                if not read_into(stream.fileno(), memory, entry.start + begin):
+                    raise CheckpointError(f"{entry.file} changed while it was read: {key} is cut short; run again")
                 yield torch.from_numpy(memory).view(dtype).view(shape)
     except OSError as error:
         raise CheckpointError(f"cannot read {key} in {entry.file}: {error.strerror}") from error

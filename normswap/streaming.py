@@ -34,7 +34,7 @@ __all__ = ["Added", "Edit", "Written", "write_checkpoint"]
 _PIECE = 1 << 21
 # What one piece takes at its most, in pieces: the buffers, the new values as float64 and what an edit needs besides.
 _SHARE = 32
-_LEAST_MEMORY = 1 << 24
+_LEAST_MEMORY = 1 << 25
 _READ_AHEAD = 1 << 25
 
 
@@ -124,8 +124,8 @@ def _refuse_unknown(checkpoint: Checkpoint, edits: Mapping[str, Edit], added: Ma
             raise CheckpointError(f"expected no {key} in {checkpoint.path}, {checkpoint.tensors[key].file} holds one")
 
 
-def _row_bytes(entry: Entry) -> int:
-    return math.prod(entry.shape[1:]) * torch_dtype("a tensor", entry).itemsize
+def _row_bytes(key: str, entry: Entry) -> int:
+    return math.prod(entry.shape[1:]) * torch_dtype(key, entry).itemsize
 
 
 class _Writer:
@@ -150,7 +150,7 @@ class _Writer:
         self._stages, self._piece = stages, piece
         self._total, self._done = checkpoint.size, 0
         changed = {*edits, *(new.source for new in added.values() if new.edit is not None)}
-        rows = max((_row_bytes(checkpoint.tensors[key]) for key in changed), default=0)
+        rows = max((_row_bytes(key, checkpoint.tensors[key]) for key in changed), default=0)
         self._input = Ring(6 if rows <= piece else 2, max(piece, rows))
         self._output = Ring(4 if rows <= piece else 2, max(piece, rows) if changed else 0)
 
@@ -208,7 +208,7 @@ class _Writer:
         assert entry.start is not None and entry.end is not None
         row, step = 1, self._piece
         if segment.edit is not None:
-            row = _row_bytes(entry)
+            row = _row_bytes(segment.key, entry)
             step = max(1, self._piece // max(row, 1)) * row
         for begin in range(entry.start, entry.end, max(step, 1)):
             count = min(step, entry.end - begin)
