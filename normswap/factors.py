@@ -50,14 +50,14 @@ def channels_of(fold: Fold, gain: torch.Tensor | None, bias: torch.Tensor | None
     assert fold.spec is not None
     size = max(channel_count(fold), 1 if bias is None else bias.numel())
     ones = torch.ones(size, dtype=torch.float64) if bias is None else bias.new_ones(size, dtype=torch.float64)
-    factor = ones if gain is None else _laid(effective_gain(fold.spec, gain), size)
+    factor = ones if gain is None else _laid(effective_gain(fold.spec, gain).clone(), size)
     if not bool(factor.isfinite().all()):
         return "its gain holds NaN or infinite values"
     if factor.numel() < size:
         return f"its gain has {factor.numel()} channels, its consumers read {size}"
     if bias is None or fold.bias == "none":
         return Channels(factor)
-    shift = bias.detach().double().reshape(-1)
+    shift = bias.detach().to(torch.float64, copy=True).reshape(-1)
     if not bool(shift.isfinite().all()):
         return "its bias holds NaN or infinite values"
     if fold.bias == "move":

@@ -153,7 +153,7 @@ class _Work:
         name = uses[0].consumer.bias
         assert name is not None
         bias = self._owners.get(name)
-        values = bias.data.double()
+        values = bias.data.to(torch.float64, copy=True)
         for use in uses:
             weight, moved = self._owners.get(use.consumer.parameter).data, self._channels[use.fold.name].moved
             assert moved is not None
