@@ -16,7 +16,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 # Libraries that the tests try normswap on, out of everybody else's sight and without what they ask for: transformers prints
 # warnings where it finds torchao, and beside the torchvision that timm asks for it does not import if that was built for
 # another torch.
-ASIDE := einops fla-core hqq termcolor timm torchao
+ASIDE := compressed-tensors einops fla-core hqq llmcompressor loguru termcolor timm torchao
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-26s %s\n", $$1, $$2 }'

@@ -32,9 +32,9 @@ class Trap:
         model: name of its class in transformers.
         config: name of its configuration's class.
         settings: arguments of the configuration.
-        folds: for patterns of norms, the last parts of their consumers' names, with every head untied; a norm that
-            stands in several kinds of layers has one set for each.
-        refuses: for patterns of norms, words of the operation that stands in the way.
+        folds: for names of norms (a star stands for any number), the ends of their consumers' names, with every head
+            untied; a norm that stands in several kinds of layers has one set for each.
+        refuses: for names of norms, words of the operation that stands in the way.
         keeps_bias: patterns of folded norms that keep a bias, divided by the gain, for want of a home.
     """
 
@@ -114,7 +114,10 @@ TRAPS = {
             "layer_types": ["full_attention", "linear_attention"],
         },
         folds={"model.layers.*.self_attn.norm": ({"out_proj.weight"},), "model.norm": HEAD},
-        refuses={"model.layers.*.input_layernorm": "add", "model.layers.*.post_attention_layernorm": "add"},
+        refuses={
+            "model.layers.*.input_layernorm": "add in model.layers",
+            "model.layers.*.post_attention_layernorm": "add in model.layers",
+        },
     ),
     "gemma3n": Trap(
         "Gemma3nForCausalLM",
@@ -139,10 +142,11 @@ TRAPS = {
             "model.norm": HEAD,
         },
         refuses={
-            "model.layers.*.input_layernorm": "add",
-            "model.layers.*.post_attention_layernorm": "add",
-            "model.layers.*.laurel.post_laurel_norm": "add",
-            "model.per_layer_projection_norm": "add",
+            "model.layers.*.input_layernorm": "laurel",
+            "model.layers.*.post_attention_layernorm": "add in model.layers",
+            "model.layers.*.laurel.post_laurel_norm": "laurel",
+            "model.layers.*.self_attn.v_norm": "no gain",
+            "model.per_layer_projection_norm": "add in model",
         },
     ),
     "olmo_hybrid": Trap(
@@ -164,8 +168,8 @@ TRAPS = {
         # The norm of one name stands before the block in one kind of layer, and behind it in the other.
         folds={"model.layers.0.post_attention_layernorm": (GATED,), "model.norm": HEAD},
         refuses={
-            "model.layers.1.post_attention_layernorm": "add",
-            "model.layers.*.post_feedforward_layernorm": "add",
+            "model.layers.1.post_attention_layernorm": "add in model.layers.1",
+            "model.layers.1.post_feedforward_layernorm": "add in model.layers.1",
         },
     ),
     "longcat": Trap(
@@ -188,7 +192,7 @@ TRAPS = {
             "model.norm": HEAD,
         },
         # Identity experts hand the normed rows on as they are.
-        refuses={"model.layers.0.post_attention_layernorm.0": ""},
+        refuses={"model.layers.0.post_attention_layernorm.0": "model.layers.0.mlp.experts"},
     ),
     "axk2": Trap(
         "AXK2ForCausalLM",
@@ -199,7 +203,7 @@ TRAPS = {
             "model.layers.*.self_attn.kv_a_layernorm": ({"kv_b_proj.weight"},),
             "model.norm": HEAD,
         },
-        refuses={"model.layers.*.self_attn.indexer.k_norm": ""},
+        refuses={"model.layers.*.self_attn.indexer.k_norm": "indexer"},
     ),
     "deepseek_v32": Trap(
         "DeepseekV32ForCausalLM",
@@ -223,7 +227,7 @@ TRAPS = {
             "model.layers.*.self_attn.q_a_layernorm": ({"q_b_proj.weight", "wq_b.weight"},),
             "model.norm": HEAD,
         },
-        refuses={"model.layers.*.self_attn.indexer.k_norm": ""},
+        refuses={"model.layers.*.self_attn.indexer.k_norm": "indexer"},
     ),
     "qwen3_next": Trap(
         "Qwen3NextForCausalLM",
@@ -252,7 +256,7 @@ TRAPS = {
             "model.layers.*.linear_attn.norm": ({"out_proj.weight"},),
             "model.norm": HEAD,
         },
-        refuses={"model.layers.*.self_attn.q_norm": "", "model.layers.*.self_attn.k_norm": ""},
+        refuses={"model.layers.*.self_attn.q_norm": "self_attn", "model.layers.*.self_attn.k_norm": "self_attn"},
     ),
     "zamba2": Trap(
         "Zamba2ForCausalLM",
@@ -277,6 +281,13 @@ TRAPS = {
         },
         folds={
             "model.layers.*.shared_transformer.input_layernorm": (QKV,),
+            "model.layers.*.shared_transformer.pre_ff_layernorm": (
+                {
+                    "gate_up_proj.weight",
+                    "gate_up_proj_adapter_list.0.0.weight",
+                    "gate_up_proj_adapter_list.1.0.weight",
+                },
+            ),
             "model.layers.*.mamba_decoder.input_layernorm": ({"in_proj.weight"},),
             "model.layers.*.mamba.norm": ({"out_proj.weight"},),
             "model.final_layernorm": HEAD,
@@ -307,10 +318,10 @@ TRAPS = {
             "model.norm": HEAD,
         },
         refuses={
-            "model.layers.*.post_feedforward_layernorm_1": "norm",
-            "model.layers.*.post_feedforward_layernorm_2": "norm",
-            "model.layers.*.post_attention_layernorm": "add",
-            "model.layers.*.router.norm": "gain",
+            "model.layers.*.post_feedforward_layernorm_1": "add in model.layers",
+            "model.layers.*.post_feedforward_layernorm_2": "add in model.layers",
+            "model.layers.*.post_attention_layernorm": "add in model.layers",
+            "model.layers.*.router.norm": "no gain",
         },
     ),
     "nemotron_h": Trap(
@@ -383,9 +394,9 @@ TRAPS = {
         },
         folds={"transformer.ln_f": HEAD},
         refuses={
-            "transformer.h.*.input_layernorm": "add",
-            "transformer.h.*.post_attention_layernorm": "add",
-            "transformer.word_embeddings_layernorm": "norm",
+            "transformer.h.*.input_layernorm": "add in transformer.h",
+            "transformer.h.*.post_attention_layernorm": "add in transformer.h",
+            "transformer.word_embeddings_layernorm": "another norm, transformer.h.0.input_layernorm",
         },
         keeps_bias=("transformer.ln_f",),
     ),
@@ -418,7 +429,7 @@ TRAPS = {
             "model.decoder.layer_norm": ({"proj_out.weight"},),
         },
         # The model returns the encoder's last state beside its logits.
-        refuses={"model.encoder.layer_norm": "return"},
+        refuses={"model.encoder.layer_norm": "the model returns it"},
         keeps_bias=("model.decoder.layers.*.self_attn_layer_norm", "model.decoder.layer_norm"),
     ),
     "qwen2_vl": Trap(

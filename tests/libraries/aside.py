@@ -20,6 +20,7 @@ import transformers.modeling_utils  # noqa: F401  (decides what is installed bef
 
 FOLDER = Path(sys.prefix) / "aside"
 _TORCHVISION = ("", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.functional", ".utils")
+_DATASETS = ("", ".formatting", ".formatting.formatting")
 
 
 def bring(*names: str) -> ModuleType:
@@ -41,8 +42,14 @@ def bring(*names: str) -> ModuleType:
 
 def bring_timm() -> ModuleType:
     """Import timm, beside the real torchvision where there is one that works, else beside a stand-in."""
-    with _torchvision():
+    with _standing_in("torchvision", _TORCHVISION):
         return bring("timm", "timm.layers", "timm.models.convnext", "timm.models.swin_transformer")
+
+
+def bring_llmcompressor() -> ModuleType:
+    """Import llm-compressor, beside a stand-in for datasets where that is absent: recipes without data need none."""
+    with _standing_in("datasets", _DATASETS):
+        return bring("llmcompressor", "llmcompressor.modifiers.quantization")
 
 
 @contextmanager
@@ -58,15 +65,15 @@ def _in_sight() -> Iterator[None]:
 
 
 @contextmanager
-def _torchvision() -> Iterator[None]:
-    """Let timm's imports of torchvision succeed; its models of random weights use nothing of it."""
+def _standing_in(library: str, modules: tuple[str, ...]) -> Iterator[None]:
+    """Let imports of a library succeed whose classes are named and not used."""
     try:
-        importlib.import_module("torchvision")
+        importlib.import_module(library)
     # What a library of another build raises is a matter of the build.
     except Exception:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == library]:
             del sys.modules[name]
-        stand_ins = {f"torchvision{name}": _StandIn(f"torchvision{name}") for name in _TORCHVISION}
+        stand_ins = {f"{library}{name}": _StandIn(f"{library}{name}") for name in modules}
         sys.modules.update(stand_ins)
         for name, stand_in in stand_ins.items():
             parent, _, child = name.rpartition(".")
