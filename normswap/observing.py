@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,41 +49,47 @@ class Views:
             # Once more, for the error that tells why.
             self._forward(given[0])()
             raise ModelError(f"{type(model).__name__} gives no finite number on its inputs")
-        for name, view in self._others(given):
-            self._add(name, view)
-        self.repeats = distance(self.baseline, self.all()) == 0.0
+        self._add_others(given)
+        self.repeats = all(distance(self.baseline, outputs) == 0.0 for outputs in self.each())
 
-    def first(self) -> dict[str, Outputs]:
-        """Run the first view alone."""
-        return {"first": self._views["first"]()}
+    def each(self) -> Iterator[dict[str, Outputs]]:
+        """Run one view after the other, and yield what each gives."""
+        for name, view in self._views.items():
+            yield {name: view()}
 
-    def all(self) -> dict[str, Outputs]:
-        """Run every view."""
-        return {name: view() for name, view in self._views.items()}
-
-    def _add(self, name: str, view: Callable[[], Outputs]) -> None:
+    def _add(self, name: str, view: Callable[[], Outputs]) -> bool:
         try:
             outputs = view()
         # Padding or a cache is not for every model, and each says so in its own way.
         except Exception:
-            return
-        if any(bool(tensor.isfinite().any()) for tensor in outputs.values()):
-            self._views[name] = view
-            self.baseline[name] = outputs
+            return False
+        if not any(bool(tensor.isfinite().any()) for tensor in outputs.values()):
+            return False
+        self._views[name] = view
+        self.baseline[name] = outputs
+        return True
 
-    def _others(self, given: list[dict[str, Any]]) -> Iterable[tuple[str, Callable[[], Outputs]]]:
+    def _add_others(self, given: list[dict[str, Any]]) -> None:
         for at, batch in enumerate(given[1:], 1):
-            yield f"inputs {at}", self._forward(batch)
-        names = inspect.signature(self._model.forward).parameters
-        ids = given[-1].get("input_ids", given[-1].get("decoder_input_ids"))
-        mask = given[-1].get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > 4:
-            for side, columns in (("left", slice(None, 3)), ("right", slice(-3, None))):
-                padded = mask.clone()
-                padded[:, columns] = 0
-                yield f"padding on the {side}", self._forward({**given[-1], "attention_mask": padded})
-        if "use_cache" in names and isinstance(ids, torch.Tensor):
-            yield "a step with the cache", self._step(given[-1], set(names))
+            self._add(f"inputs {at}", self._forward(batch))
+        names = set(inspect.signature(self._model.forward).parameters)
+        # The last first: it is another than the one of the first view, where there is another.
+        for side, columns in (("left", slice(None, 3)), ("right", slice(-3, None))):
+            any(self._add(f"padding on the {side}", self._padded(batch, columns)) for batch in given[::-1])
+        if "use_cache" in names:
+            any(self._add("a step with the cache", self._step(batch, names)) for batch in given[::-1])
+
+    def _padded(self, batch: dict[str, Any], columns: slice) -> Callable[[], Outputs]:
+        mask = batch.get("attention_mask")
+
+        def view() -> Outputs:
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] <= 4:
+                raise ModelError("it has no mask of tokens")
+            padded = mask.clone()
+            padded[:, columns] = 0
+            return self._forward({**batch, "attention_mask": padded})()
+
+        return view
 
     def _forward(self, batch: dict[str, Any]) -> Callable[[], Outputs]:
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
@@ -97,7 +103,7 @@ class Views:
     def _step(self, batch: dict[str, Any], names: set[str]) -> Callable[[], Outputs]:
         """All tokens but the last fill the cache, from which the last one is computed."""
         key = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
-        ids = batch[key]
+        ids = batch.get(key, torch.zeros(1, 0, dtype=torch.long))
         dtype = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
         moved = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
         moved["use_cache"] = True

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from normswap.settings import SPECIAL, Settings
 
@@ -16,7 +16,7 @@ __all__ = ["Recipe", "Unfit", "layer_counts", "recipes", "reduce"]
 _LAYERS = re.compile(r"(^|_)n_?layers?$|layers?$|^depths?$|_depths?$|(^|_)num_blocks$|^blocks_per_stage$")
 _HEADS = re.compile(r"heads?$|^multi_query_group_num$|(^|_)n_?groups$")
 _HEAD_WIDTH = re.compile(
-    r"head_(dim|size|width)s?$|^d_(head|kv)$|^dim_head$|^kv_channels$|^qk_\w*dim$|^rotary_(dim|ndims)$|rope_\w*dim$"
+    r"head_?(dim|size|width)s?$|(^|_)d_(head|kv)$|^dim_head$|^kv_channels$|^qk_\w*dim$|^rotary_(dim|ndims)$|rope_\w*dim$"
 )
 _STATE = re.compile(r"state_(size|dim)$|(^|_)d_state$")
 _HIDDEN = re.compile(
@@ -33,11 +33,13 @@ _NO_WIDTH = re.compile(
 )
 _EXPERTS = re.compile(r"experts?(_num)?$|expert_num$")
 _CHOSEN = re.compile(r"top_?k$|per_tok(en)?$|budget$|(^|_)moe_k$|selected_experts$")
+_PLACES = re.compile(r"^max_(source|target)_positions$")
 _INDICES = re.compile(r"(ind(ex|ic|exe)e?s|idxs?|ids|layers)$")
 _LEAST_WIDTH = 8
 _SMALLEST_EXPERTS = 4
 _TINY = 16
 _MOST_CHOSEN = 16
+_MOST_PLACES = 128
 
 
 class Unfit(Exception):
@@ -51,14 +53,14 @@ class Recipe:
     Attributes:
         width: about what the widest hidden state becomes; None keeps every width.
         layers: the most layers that a tower keeps; None keeps all.
-        heads: whether there are fewer heads too.
-        vocabulary: the most token ids; None keeps all.
+        heads: whether there are fewer heads, and narrower ones, or all are kept, or all are as wide as they were.
+        vocabulary: the most token ids; None keeps all, and all positions of sounds.
         experts: whether there are fewer experts.
     """
 
     width: int | None = None
     layers: int | None = None
-    heads: bool = True
+    heads: Literal["fewer", "kept", "wide"] = "fewer"
     vocabulary: int | None = 512
     experts: bool = True
 
@@ -67,11 +69,13 @@ def recipes() -> Iterator[Recipe]:
     """Yield what is worth trying, from small to large, all with every layer."""
     for width in (64, 128, 256):
         yield Recipe(width)
+    # Code that has the width of a head written into it.
+    yield Recipe(64, heads="wide")
     for width in (64, 128, 256):
-        yield Recipe(width, heads=False, experts=False)
+        yield Recipe(width, heads="kept", experts=False)
         yield Recipe(width, vocabulary=None)
-    yield Recipe(None, heads=False)
-    yield Recipe(None, heads=False, experts=False, vocabulary=None)
+    yield Recipe(None)
+    yield Recipe(None, experts=False, vocabulary=None)
 
 
 def layer_counts(config: Any) -> list[int]:
@@ -96,7 +100,7 @@ def reduce(config: Any, recipe: Recipe) -> Any:
     """
     small = copy.deepcopy(config)
     parts = Settings(small).configs
-    factor = _factor(parts, recipe.width)
+    factor = _factor(parts, recipe)
     for part in parts:
         _Reducer(part, recipe, factor).run()
     if recipe.vocabulary is not None:
@@ -104,7 +108,8 @@ def reduce(config: Any, recipe: Recipe) -> Any:
     return small
 
 
-def _factor(parts: list[Any], width: int | None) -> int:
+def _factor(parts: list[Any], recipe: Recipe) -> int:
+    width = recipe.width
     if width is None:
         return 1
     widest = max((v for part in parts for k, v in _numbers(part) if _HIDDEN.search(k)), default=0)
@@ -112,7 +117,12 @@ def _factor(parts: list[Any], width: int | None) -> int:
         widest = max((v for part in parts for k, v in _numbers(part) if _is_width(k)), default=0)
     if widest < 2 * width:
         raise Unfit(f"its widest hidden state, {widest}, is not twice {width}")
-    return int(2 ** math.floor(math.log2(widest / width)))
+    factor = int(2 ** math.floor(math.log2(widest / width)))
+    if recipe.heads == "wide":
+        factor = math.gcd(factor, *(v for part in parts for k, v in _numbers(part) if _HEADS.search(k) and v > 1))
+        if factor == 1:
+            raise Unfit("its numbers of heads have no even divisor")
+    return factor
 
 
 def _numbers(part: Any) -> Iterator[tuple[str, int]]:
@@ -146,8 +156,8 @@ class _Reducer:
         if heads and not widths and len(hidden) == 1 and hidden[0] % max(heads) == 0:
             widths = [hidden[0] // max(heads)]
         for least in (2, 1):
-            fewer = self.factor if self.recipe.heads else 1
-            while fewer >= 1:
+            fewer = 1 if self.recipe.heads == "kept" else self.factor
+            while fewer >= (self.factor if self.recipe.heads == "wide" else 1):
                 narrower = self.factor // fewer
                 kept = all(v % fewer == 0 and v // fewer >= least for v in heads)
                 if kept and all(v % (2 * narrower) == 0 and v // narrower >= 4 for v in widths):
@@ -184,6 +194,8 @@ class _Reducer:
         if _CHOSEN.search(name) and value > _MOST_CHOSEN and self.recipe.experts:
             # More than a short sequence has: nothing would be left out, and what decides would not show.
             return _MOST_CHOSEN
+        if _PLACES.search(name) and self.recipe.vocabulary is not None:
+            return min(value, _MOST_PLACES)
         return self._divided(name, value)
 
     def _divided(self, name: str, value: int) -> int:
@@ -240,7 +252,7 @@ class _Reducer:
 
 def _cut_vocabulary(parts: list[Any], most: int) -> None:
     """Give the vocabularies fewer ids, and the ids with a meaning that lay beyond them ids of their own at the end."""
-    sizes = [(part, k, v) for part in parts for k, v in _numbers(part) if "vocab_size" in k and v > most]
+    sizes = [(part, k, v) for part in parts for k, v in _numbers(part) if "vocab" in k and v > most]
     for part, name, _ in sizes:
         setattr(part, name, most)
     if not sizes:

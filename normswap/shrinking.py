@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from normswap.candidates import propose
 from normswap.errors import ModelError
-from normswap.inputs import Inputs, make_inputs
+from normswap.inputs import run
 from normswap.naming import name_pattern
 from normswap.plan import Plan, make_plan
 from normswap.quiet import first_line, quiet
@@ -27,9 +29,14 @@ _SMALL = 2_000_000
 _LARGEST = 60_000_000
 # Sequences of few tokens show every dependence; each expert of a router is still met with near certainty.
 _LENGTH = 40
-_MOST_FAILURES = 24
+_SEQUENCES = 2
+_MOST_NOT_RUN = 6
 
 Structure = frozenset[tuple[str, frozenset[Any]]]
+
+
+class _NotRun(ModelError):
+    """A model was built, and no inputs were found for it."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,14 @@ class Twin:
 
     Attributes:
         model: the model, in ``dtype``.
-        inputs: two or more batches that it runs on.
+        batches: keyword arguments of a forward each, which together come by as many norms as any that were found.
         plan: what `normswap.plan.make_plan` says of it.
         dtype: float64, or float32 where its code does not run in float64.
         recipe: how its configuration was made smaller; None for the model's own configuration.
     """
 
     model: nn.Module
-    inputs: Inputs
+    batches: tuple[dict[str, Any], ...]
     plan: Plan
     dtype: torch.dtype
     recipe: Recipe | None
@@ -78,7 +85,7 @@ def twins(model: nn.Module, config: Any = None, *, seed: int = 0) -> Iterator[Tw
     wanted = structure(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     problems: list[str] = []
-    count = 0
+    count = stuck = 0
     candidates = _matching(cls, config, wanted, problems) if size > _SMALL else ()
     own: tuple[None, ...] = (None,) if size <= _LARGEST else ()
     for recipe in itertools.chain(candidates, own):
@@ -87,7 +94,9 @@ def twins(model: nn.Module, config: Any = None, *, seed: int = 0) -> Iterator[Tw
             count += 1
         except ModelError as error:
             problems.append(str(error))
-            if len(problems) > _MOST_FAILURES:
+            stuck += isinstance(error, _NotRun)
+            # What does not run at several sizes does not for want of other inputs.
+            if stuck == _MOST_NOT_RUN:
                 break
     if not count:
         told = "; ".join(dict.fromkeys(problems[-3:])) or "its numbers do not divide"
@@ -142,19 +151,60 @@ def build_twin(cls: type[nn.Module], config: Any, recipe: Recipe | None, *, seed
         with quiet():
             plan = make_plan(model)
         _randomise(model, plan, seed)
+        batches = _batches(model, small, plan, seed)
+        return Twin(model, batches, plan, _widen(model, batches), recipe)
+
+
+def _widen(model: nn.Module, batches: Iterable[dict[str, Any]]) -> torch.dtype:
+    """Convert a model to float64, where it runs in it."""
+    for loop in (False, True):
+        model.double()
         # Grouped products of experts are not there in float64; a loop over them computes the same.
-        for dtype, loop in ((torch.float64, False), (torch.float64, True), (torch.float32, False)):
-            model.to(dtype)
-            if loop and not _loop_over_experts(model):
-                continue
+        if loop and not _loop_over_experts(model):
+            break
+        try:
+            with quiet():
+                for batch in batches:
+                    run(model, batch, torch.float64, "cpu")
+        except ModelError:
+            continue
+        return torch.float64
+    model.float()
+    return torch.float32
+
+
+def _batches(model: nn.Module, config: Any, plan: Plan, seed: int) -> tuple[dict[str, Any], ...]:
+    """Find inputs that run, until every norm was come by."""
+    waiting = {decision.name for decision in plan.decisions if decision.spec is not None}
+    modules = {name: model.get_submodule(name) for name in waiting}
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: waiting.discard(name)) for name, module in modules.items()
+    ]
+    batches: list[dict[str, Any]] = []
+    problems: list[str] = []
+    names = list(inspect.signature(model.forward).parameters)
+    try:
+        for candidate in propose(model, config, names, [], _SEQUENCES, _LENGTH, seed):
+            left = len(waiting)
             try:
                 with quiet():
-                    inputs = make_inputs(model, small, sequences=2, length=_LENGTH, seed=seed)
+                    run(model, candidate.batches[0], torch.float32, "cpu")
             except ModelError as error:
-                problem = error
+                problems.append(str(error))
                 continue
-            return Twin(model, inputs, plan, dtype, recipe)
-    raise problem
+            if not batches or len(waiting) < left:
+                batches += candidate.batches[: 1 if batches else _SEQUENCES]
+            if not waiting:
+                break
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not batches:
+        raise _NotRun(
+            f"found no inputs that {type(model).__name__} runs on; tried {len(problems)}, the first said: "
+            f"{problems[0] if problems else 'nothing to try'}"
+        )
+    return tuple(batches)
 
 
 def _loop_over_experts(model: nn.Module) -> bool:
