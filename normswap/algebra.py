@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -49,8 +50,9 @@ class Figure:
         return self.samples > 0 and self.error <= BOUND and (self.identity or self.control > BOUND)
 
     def add(self, error: float, control: float) -> None:
-        """Take one output in. NaN stays: no comparison with it is true."""
-        self.error = self.error if error <= self.error else error
+        """Take one output in. NaN stays."""
+        if not (math.isnan(self.error) or error <= self.error):
+            self.error = error
         self.control = max(self.control, control)
         self.samples += 1
 

@@ -295,7 +295,7 @@ class _Maker:
             piece.positions[dim][before : before + len(region[0])] if piece.axes[dim] == 0 else piece.positions[dim]
             for dim in others
         ]
-        add_at(total, positions, added.permute(*linked, *loose).reshape([len(places) for places in positions]))
+        add_at(total, positions, added.permute([*linked, *loose]).reshape([len(places) for places in positions]))
 
 
 class _Once:

@@ -80,7 +80,7 @@ def from_parameter(piece: Stored, values: torch.Tensor) -> torch.Tensor:
     linked = [axis for axis, at in enumerate(piece.axes) if at is not None]
     loose = [axis for axis, at in enumerate(piece.axes) if at is None]
     order = sorted(linked, key=lambda axis: piece.axes[axis] or 0)
-    laid = laid.permute(*order, *loose)
+    laid = laid.permute([*order, *loose])
     return laid.reshape([len(places) for places in piece.held])
 
 
@@ -113,7 +113,7 @@ def assemble(pieces: tuple[Stored, ...], read: Read) -> torch.Tensor:
 def _to_parameter(piece: Stored, part: torch.Tensor) -> torch.Tensor:
     linked = [axis for axis in piece.axes if axis is not None]
     loose = [axis for axis in range(part.dim()) if axis not in linked]
-    return part.permute(*linked, *loose).reshape([len(places) for places in piece.positions])
+    return part.permute([*linked, *loose]).reshape([len(places) for places in piece.positions])
 
 
 def _mesh(positions: Iterable[Positions]) -> tuple[torch.Tensor, ...]:
