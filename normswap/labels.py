@@ -154,60 +154,72 @@ def _layout(
     thin = _decode(_narrowed(which), codes)
     values, order = thin.flatten().sort(stable=True)
     sources, counts = values.unique_consecutive(return_counts=True)
-    thinned = [_narrowed(labels) for labels in along]
+    learner = _Learner([_narrowed(labels) for labels in along], codes)
     parts, start = [], 0
     for source, count in zip(sources.tolist(), counts.tolist(), strict=True):
+        if source >= len(shapes):
+            raise Unfollowable("its conversion changes values, it is no rearrangement")
         places = torch.unravel_index(order[start : start + count], thin.shape)
         start += count
         box = [
-            torch.arange(size) if thin.shape[axis] == 1 else place.unique()
+            range(size) if thin.shape[axis] == 1 else compact(place.unique().tolist())
             for axis, (size, place) in enumerate(zip(which.shape, places, strict=True))
         ]
         if math.prod(len(place) for axis, place in enumerate(box) if thin.shape[axis] > 1) != count:
             raise Unfollowable("its conversion mixes the tensors position by position")
-        if source >= len(shapes):
-            raise Unfollowable("its conversion changes values, it is no rearrangement")
-        parts.append(_part(source, shapes[source], box, thinned, codes))
+        parts.append(Part(source, *learner.part(shapes[source], box)))
     return Layout(tuple(which.shape), tuple(parts))
 
 
-def _part(
-    source: int, shape: tuple[int, ...], box: list[torch.Tensor], along: list[torch.Tensor], codes: torch.Tensor
-) -> Part:
-    axes: list[int | None] = [None] * len(box)
-    positions = [compact(place.tolist()) for place in box]
-    held: list[Positions] = []
-    for axis in range(len(shape)):
-        labels = along[axis]
-        for dim, place in enumerate(box):
-            if labels.shape[dim] > 1:
-                labels = _picked(labels, dim, place)
-        varying = [
-            dim
-            for dim, size in enumerate(labels.shape)
-            if size > 1 and bool((labels != labels.narrow(dim, 0, 1)).any())
-        ]
-        if len(varying) > 1:
-            raise Unfollowable("its conversion spreads an axis over several others")
-        if not varying:
-            held.append(compact(_decode(labels.flatten()[:1], codes).tolist()))
-            continue
-        dim = varying[0]
-        if axes[dim] is not None:
-            raise Unfollowable("its conversion lays two axes along one")
-        for other in reversed(range(labels.ndim)):
-            if other != dim:
-                labels = labels.select(other, 0)
-        taken, order = _decode(labels, codes).sort()
-        if len(taken.unique_consecutive()) != len(taken):
+# Axes, positions and held, as in `Part`.
+_Lie = tuple[tuple[int | None, ...], tuple[Positions, ...], tuple[Positions, ...]]
+
+
+class _Learner:
+    """Reads from labels how one source lies in its box of the result; once for boxes that hold the same labels."""
+
+    def __init__(self, along: list[torch.Tensor], codes: torch.Tensor) -> None:
+        self.along, self.codes = along, codes
+        sizes = zip(*(labels.shape for labels in along), strict=True)
+        self.told = {dim for dim, of_labels in enumerate(sizes) if max(of_labels) > 1}
+        self.known: dict[Any, _Lie] = {}
+
+    def part(self, shape: tuple[int, ...], box: list[Positions]) -> _Lie:
+        # Along the other axes nothing varies: there, only the number of positions matters.
+        kind = (shape, tuple(place if dim in self.told else len(place) for dim, place in enumerate(box)))
+        if kind not in self.known:
+            self.known[kind] = self._learn(shape, box)
+        axes, positions, held = self.known[kind]
+        return axes, tuple(positions[dim] if dim in self.told else place for dim, place in enumerate(box)), held
+
+    def _learn(self, shape: tuple[int, ...], box: list[Positions]) -> _Lie:
+        axes: list[int | None] = [None] * len(box)
+        positions = list(box)
+        held: list[Positions] = []
+        for axis in range(len(shape)):
+            labels = _cut(self.along[axis], box)
+            varying = [dim for dim in range(labels.ndim) if bool((labels != labels.narrow(dim, 0, 1)).any())]
+            if len(varying) > 1:
+                raise Unfollowable("its conversion spreads an axis over several others")
+            if not varying:
+                held.append(compact(_decode(labels.flatten()[:1], self.codes).tolist()))
+                continue
+            dim = varying[0]
+            if axes[dim] is not None:
+                raise Unfollowable("its conversion lays two axes along one")
+            for other in reversed(range(labels.ndim)):
+                if other != dim:
+                    labels = labels.select(other, 0)
+            taken, order = _decode(labels, self.codes).sort()
+            if len(taken.unique_consecutive()) != len(taken):
+                raise Unfollowable("its conversion repeats values or merges axes")
+            axes[dim] = axis
+            positions[dim] = compact(torch.tensor(box[dim])[order].tolist())
+            held.append(compact(taken.tolist()))
+        _pair_single(axes, positions, shape, held)
+        if any(axis is None and len(place) > 1 for axis, place in zip(axes, positions, strict=True)):
             raise Unfollowable("its conversion repeats values or merges axes")
-        axes[dim] = axis
-        positions[dim] = compact(box[dim][order].tolist())
-        held.append(compact(taken.tolist()))
-    _pair_single(axes, positions, shape, held)
-    if any(axis is None and len(place) > 1 for axis, place in zip(axes, positions, strict=True)):
-        raise Unfollowable("its conversion repeats values or merges axes")
-    return Part(source, tuple(axes), tuple(positions), tuple(held))
+        return tuple(axes), tuple(positions), tuple(held)
 
 
 def _pair_single(
@@ -221,11 +233,15 @@ def _pair_single(
             axes[dim] = axis
 
 
-def _picked(labels: torch.Tensor, dim: int, place: torch.Tensor) -> torch.Tensor:
-    first, count = int(place[0]), len(place)
-    if int(place[-1]) - first + 1 == count:
-        return labels.narrow(dim, first, count)
-    return labels.index_select(dim, place)
+def _cut(labels: torch.Tensor, box: list[Positions]) -> torch.Tensor:
+    for dim, place in enumerate(box):
+        if labels.shape[dim] == 1:
+            continue
+        if isinstance(place, range) and place.step == 1:
+            labels = labels.narrow(dim, place.start, len(place))
+        else:
+            labels = labels.index_select(dim, torch.tensor(place))
+    return labels
 
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,7 @@ class _Mapper:
         self.found: dict[str, tuple[Stored, ...]] = {}
         self.opaque: dict[str, str] = {}
         self.used: set[str] = set()
-        self.learnt: dict[Any, Layout | str] = {}
+        self.learnt: dict[Any, dict[int, Layout] | str] = {}
 
     def map(self) -> StoredMap:
         for group in group_keys(self.model, self.tensors):
@@ -181,20 +181,22 @@ class _Mapper:
 
     def _converted(self, group: Group) -> dict[str, Layout]:
         shapes = {pattern: [self.tensors[key].shape for key in keys] for pattern, keys in group.keys.items()}
-        expected = tuple(self.state[group.parameter].shape)
+        names = group.names()
+        expected = tuple(tuple(self.state[name].shape) if name in self.state else None for name in names)
         kind = (id(group.converter), expected, tuple((pattern, tuple(sizes)) for pattern, sizes in shapes.items()))
-        known = self.learnt.get(kind)
-        if isinstance(known, str):
-            raise Unfollowable(known)
-        if known is not None:
-            return {group.parameter: known}
+        if kind in self.learnt:
+            known = self.learnt[kind]
+            if isinstance(known, str):
+                raise Unfollowable(known)
+            return {names[number]: layout for number, layout in known.items()}
         try:
             layouts = follow(_Conversion(group, self.model), shapes)
         except Unfollowable as reason:
             self.learnt[kind] = str(reason)
             raise
-        if set(layouts) == {group.parameter}:
-            self.learnt[kind] = layouts[group.parameter]
+        # Results under other names than these cannot be named for another layer.
+        if set(layouts) <= set(names):
+            self.learnt[kind] = {names.index(name): layout for name, layout in layouts.items()}
         return layouts
 
     def _refuse_shared(self) -> None:
