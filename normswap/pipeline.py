@@ -75,8 +75,8 @@ class Stage:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After an error what still waits would only delay it; after a run nothing waits.
-        self._pool.shutdown(cancel_futures=True)
+        # What waits is little, and lets files that are complete be finished before an error goes on.
+        self._pool.shutdown()
 
     def do(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queue a call."""

@@ -32,7 +32,7 @@ class Stages:
         self._sinks: list[Sink] = []
 
     def __enter__(self) -> Stages:
-        # Left in the reverse order: the flushing waits for the others, and they never wait for it.
+        # Left in the reverse order: the flushing waits for the others' work, and they never wait for its.
         for stage in (self.source, self.target, self.write, self.flush):
             self._stack.enter_context(stage)
         return self
@@ -65,7 +65,7 @@ class Sink:
         self._stages, self._place, self._name = stages, place, name
         self._part = place.with_name(f".{place.name}{PART}")
         self._source, self._own = hashlib.sha256(), hashlib.sha256() if differs else None
-        self._unflushed = 0
+        self._expected = self._unflushed = 0
         self._flushes: list[Future[None]] = []
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +86,7 @@ class Sink:
         slot.until(self._stages.write.do(self._append, view))
         if self._own is not None:
             slot.until(self._stages.target.do(self._own.update, view))
+        self._expected += len(view)
         self._unflushed += len(view)
         if self._unflushed >= _FLUSH:
             self._unflushed = 0
@@ -102,8 +103,9 @@ class Sink:
         """
         source = self._stages.source.do(self._source.hexdigest)
         own = source if self._own is None else self._stages.target.do(self._own.hexdigest)
-        written = self._stages.write.do(lambda: None)
-        return self._stages.flush.do(self._settle, source, own, written, then)
+        # Queued behind every write, so that all of them are over when it answers.
+        size = self._stages.write.do(lambda: os.fstat(self._file.fileno()).st_size)
+        return self._stages.flush.do(self._settle, source, own, size, then)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -122,11 +124,13 @@ class Sink:
             raise self._refusal(error) from error
 
     def _settle(
-        self, source: Future[str], own: Future[str], written: Future[None], then: Callable[[str, str], Any]
+        self, source: Future[str], own: Future[str], size: Future[int], then: Callable[[str, str], Any]
     ) -> tuple[str, str]:
-        # The system tells of a failed write once: each flush has to be asked.
-        for work in (written, *self._flushes):
-            work.result()
+        if size.result() != self._expected:
+            raise OutputError(f"cannot write {self._name}: {size.result()} of {self._expected} bytes were taken")
+        # The system tells of a failed flush once: each has to be asked.
+        for flush in self._flushes:
+            flush.result()
         self._sync()
         self._file.close()
         try:
