@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from normswap.attempts import Attempts
+from normswap.media import IMAGES, SOUNDS, VIDEOS, images, sounds, videos
+from normswap.mending import Mender
+from normswap.recipes import Draw, Fixed, Part, Pick, Recipe, Row
 from normswap.settings import Settings, embedding_size
 
 __all__ = ["Candidate", "propose"]
@@ -19,7 +23,14 @@ _POSITIONS = (
     "max_target_positions", "max_source_positions", "max_2d_position_embeddings",
 )  # fmt: skip
 _TEXT_CONFIGS = ("text_config", "decoder", "llm_config", "thinker_config", "language_config")
-_VISION_CONFIGS = ("vision_config", "encoder", "backbone_config", "vision_encoder_config")
+_MEDIA: tuple[tuple[str, tuple[str, ...], Callable[..., Iterator[dict[str, Part]]]], ...] = (
+    ("image", IMAGES, images),
+    ("audio", SOUNDS, sounds),
+    ("video", VIDEOS, videos),
+)
+# How often a form of inputs is mended, and how many changes are tried for it in all.
+_DEPTH = 6
+_TRIES = 24
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,12 @@ def propose(
 ) -> Iterator[Candidate]:
     """Yield inputs to try on a model.
 
+    Text alone is yielded as it is. Where a model takes more than text, and once text alone did not satisfy, inputs
+    are run first, changed by what the model's code says of them, and yielded only where they come by modules that none
+    before came by.
+
     Args:
-        model: what will run them.
+        model: what will run them; it may be on the meta device.
         config: its configuration.
         names: what its forward takes.
         rows: token ids of real text; empty for seeded ids.
@@ -59,82 +74,216 @@ def propose(
         length: tokens of a sequence.
         seed: of everything that is drawn.
     """
-    settings = Settings(config)
-    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
-    maker = _Maker(model, settings, names, sequences, seed, extra)
-    tokens = [maker.tokens(rows, cap) for cap in maker.lengths(rows, length)] if "input_ids" in names else []
-    images = list(maker.images()) if "pixel_values" in names else []
-    sounds = list(maker.sounds()) if {"input_features", "input_values"} & set(names) else []
-    videos = list(maker.videos()) if "pixel_values_videos" in names else []
-    media = [("image", images), ("audio", sounds), ("video", videos)]
-    for kind, group in media:
-        for batches in group:
-            if kind == "image" and maker.image_token is not None:
-                # Without a place in the text for each of its features an image is refused or ignored.
-                if tokens and (placed := maker.placed(tokens[0], batches)):
-                    yield maker.finish(f"{maker.word(rows)}+{kind}", placed, batches)
-                continue
-            # With text beside it, as in CLIP, the media come first: with text alone their tower does not run.
-            for text in tokens:
-                yield maker.finish(f"{maker.word(rows)}+{kind}", text, batches)
-            yield maker.finish(kind, None, batches)
-    for text in tokens:
-        yield maker.finish(maker.word(rows), text, None)
-    if not (tokens or images or sounds or videos) and names:
-        for batches in maker.unnamed(names[0], length):
-            yield maker.finish("ids" if not batches[0][names[0]].is_floating_point() else "tensor", None, batches)
+    yield from _Search(model, Settings(config), names, rows, sequences, length, seed).candidates()
 
 
-class _Maker:
+class _Search:
     def __init__(
         self,
         model: nn.Module,
         settings: Settings,
         names: list[str],
+        rows: list[list[int]],
         sequences: int,
+        length: int,
         seed: int,
-        extra: dict[str, Any],
     ) -> None:
-        self.model, self.settings, self.names = model, settings, set(names)
-        self.sequences, self.extra = sequences, extra
+        self.model, self.settings, self.names = model, settings, names
+        self.rows, self.sequences, self.length = rows, sequences, length
         self.generator = torch.Generator().manual_seed(seed)
-        token = settings.value("image_token_id", "image_token_index")
-        self.image_token: int | None = token if isinstance(token, int) else None
+        self.word = "text" if rows else "ids"
+        self.extra: dict[str, Part] = {"use_cache": Fixed(False)} if "use_cache" in names else {}
+        self.attempts = Attempts(model)
+        self.mender = Mender(model, settings, names, self._width())
+        self.seen: set[int] = set()
+        self.media: dict[int, int] = {}
+        self.tokens: dict[str, int] = {}
+        for number, (kind, _, _) in enumerate(_MEDIA):
+            token = settings.value(f"{kind}_token_id", f"{kind}_token_index")
+            if isinstance(token, int):
+                self.tokens[kind] = token
+                # Images are 1, videos 2 and sounds 3 where a model numbers them.
+                self.media[token] = (1, 3, 2)[number]
 
-    def word(self, rows: list[list[int]]) -> str:
-        return "text" if rows else "ids"
+    def _width(self) -> int:
+        text = self.settings.sub(_TEXT_CONFIGS) or self.settings
+        return text.integer("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embed_dim", default=64) or 64
 
-    def lengths(self, rows: list[list[int]], length: int) -> list[int]:
+    # The order.
+
+    def candidates(self) -> Iterator[Candidate]:
+        texts = [self.texts(cap) for cap in self.lengths()] if "input_ids" in self.names else []
+        plain = self.text() if texts else None
+        kinds = [(kind, name, make) for kind, known, make in _MEDIA for name in known if name in self.names]
+        if plain is not None and not kinds:
+            for rows in texts:
+                yield self.finish(plain, rows)
+        for rows in texts[:1] or [[]]:
+            waiting = [self.forms(kind, name, make, plain) for kind, name, make in kinds]
+            # First one of each kind that runs, then all that are left.
+            for once in (True, False):
+                for forms in waiting:
+                    for recipe in forms:
+                        found = self.mend(recipe, rows)
+                        if found is not None:
+                            yield self.finish(found, rows if found.text else [])
+                            if once:
+                                break
+                if once and plain is not None:
+                    yield from self.tested([plain], rows)
+            if self.done():
+                return
+        if plain is None:
+            yield from self.tested(self.others(), [])
+        elif kinds and not self.seen:
+            for rows in texts[1:]:
+                yield from self.tested([plain], rows)
+        if plain is not None:
+            yield from self.tested(self.enriched(plain), texts[0])
+
+    def done(self) -> bool:
+        return len(self.seen) == len(self.attempts.holders)
+
+    def tested(self, recipes: Any, rows: list[torch.Tensor]) -> Iterator[Candidate]:
+        for recipe in recipes:
+            if self.done():
+                return
+            found = self.mend(recipe, rows)
+            if found is not None:
+                yield self.finish(found, rows if found.text else [])
+
+    def forms(self, kind: str, name: str, make: Any, plain: Recipe | None) -> Iterator[Recipe]:
+        for parts in make(name, self.names, self.settings):
+            alone = Recipe(kind, {**parts, **self.beside(), **self.extra})
+            if plain is not None:
+                joint = Recipe(f"{self.word}+{kind}", {**plain.parts, **parts}, text=True)
+                token = self.tokens.get(kind)
+                if token is not None:
+                    count = self.measured(kind, alone)
+                    yield joint.place(token, count or 1)
+                    continue
+                # With text beside them, as in CLIP, media come first: with text alone their tower does not run.
+                yield joint
+            yield alone
+
+    def others(self) -> Iterator[Recipe]:
+        required = [
+            name
+            for name, parameter in inspect.signature(self.model.forward).parameters.items()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        name = (required or self.names or [""])[0]
+        if any(other.endswith(("grid_thw", "grid_hw", "grid_hws")) for other in self.names):
+            for parts in images(name, self.names, self.settings):
+                yield Recipe("image", {**parts, **self.extra})
+        yield from self.unnamed(name)
+        part = self.mender.fill(name, Recipe("tensor", {}))
+        if part is not None:
+            yield Recipe("tensor", {name: part, **self.extra})
+
+    def enriched(self, plain: Recipe) -> Iterator[Recipe]:
+        """Text with one more of what the forward takes."""
+        for name in self.names:
+            if name in plain.parts or name in ("inputs_embeds", "labels", "decoder_inputs_embeds"):
+                continue
+            part = self.mender.fill(name, plain)
+            if isinstance(part, Draw):
+                yield plain.give(**{name: part})
+
+    # One form of inputs.
+
+    def mend(self, recipe: Recipe, rows: list[torch.Tensor]) -> Recipe | None:
+        """Return the recipe, changed until the model runs on it and comes by something new; else None."""
+        budget = _TRIES
+        asked: set[str] = set()
+        waiting = [(recipe, 0)]
+        while waiting and budget:
+            recipe, depth = waiting.pop()
+            key = repr((recipe.parts, recipe.places))
+            if key in asked:
+                continue
+            asked.add(key)
+            budget -= 1
+            try:
+                batch = self.make(recipe, rows[0] if rows else None)
+            except RuntimeError:
+                continue
+            attempt = self.attempts.forward(batch)
+            if attempt.error is None:
+                if not attempt.reached - self.seen:
+                    return None
+                self.seen |= attempt.reached
+                return recipe
+            if depth < _DEPTH:
+                more = list(self.mender.mended(recipe, batch, attempt.error))
+                waiting += [(other, depth + 1) for other in reversed(more[:8])]
+        return None
+
+    def measured(self, kind: str, alone: Recipe) -> int:
+        """How many features the model makes of what is given; 0 where it does not say."""
+        method = getattr(self.model, f"get_{kind}_features", None)
+        if method is None:
+            return 0
+        taken = inspect.signature(method).parameters
+        batch = {name: value for name, value in self.make(alone, None).items() if name in taken and name != "use_cache"}
+        found = self.attempts.call(method, batch).result
+        found = getattr(found, "pooler_output", found)
+        many = [found] if isinstance(found, torch.Tensor) else found
+        if not isinstance(many, (list, tuple)) or not all(isinstance(entry, torch.Tensor) for entry in many):
+            return 0
+        return sum(entry.numel() // entry.shape[-1] for entry in many if entry.dim())
+
+    def make(self, recipe: Recipe, text: torch.Tensor | None) -> dict[str, Any]:
+        return recipe.make(text if recipe.text else None, self.media, self.generator)
+
+    def finish(self, recipe: Recipe, rows: list[torch.Tensor]) -> Candidate:
+        texts: list[torch.Tensor | None] = [*rows] or [None] * self.sequences
+        batches = [self.make(recipe, text) for text in texts]
+        first = next(value for value in batches[0].values() if torch.is_tensor(value))
+        shape = " x ".join(str(n) for n in first.shape)
+        return Candidate(recipe.kind, first.shape[-1], shape, batches)
+
+    # Text.
+
+    def lengths(self) -> list[int]:
         """Lengths worth trying, longest first: positions may be fewer than the configuration suggests."""
         text = self.settings.sub(_TEXT_CONFIGS) or self.settings
         caps = [value for name in _POSITIONS if (value := text.integer(name)) is not None]
-        top = min([length, *caps, *([max(len(row) for row in rows)] if rows else [])])
+        top = min([self.length, *caps, *([max(len(row) for row in self.rows)] if self.rows else [])])
         # RoBERTa and its kin lose as many positions as the padding id plus one.
         lost = (text.integer("pad_token_id", default=1) or 1) + 1
         return [n for n in dict.fromkeys((top, top - 2, top - lost, top // 2, top // 4, 16, 8)) if 1 < n <= top]
 
-    def tokens(self, rows: list[list[int]], length: int) -> list[dict[str, Any]]:
-        if rows:
-            ids = [torch.tensor([row[: length - 1] + row[-1:] if len(row) > length else row]) for row in rows]
-        else:
-            ids = [self.seeded(length) for _ in range(self.sequences)]
-        batches = []
-        for row in ids:
-            batch: dict[str, Any] = {"input_ids": row}
-            if "attention_mask" in self.names:
-                batch["attention_mask"] = torch.ones_like(row)
-            if "decoder_input_ids" in self.names:
-                batch["decoder_input_ids"] = self.shifted(row)
-            batches.append(batch)
-        return batches
+    def texts(self, length: int) -> list[torch.Tensor]:
+        if self.rows:
+            return [torch.tensor([row[: length - 1] + row[-1:] if len(row) > length else row]) for row in self.rows]
+        return [self.seeded(length, self.generator) for _ in range(self.sequences)]
 
-    def seeded(self, length: int) -> torch.Tensor:
+    def text(self) -> Recipe:
+        parts: dict[str, Part] = {"input_ids": _ids}
+        if "attention_mask" in self.names:
+            parts["attention_mask"] = _ones
+        if "decoder_input_ids" in self.names:
+            parts["decoder_input_ids"] = lambda row: self.shifted(_ids(row))
+        parts |= {name: _marks for name in ("mm_token_type_ids",) if name in self.names and self.tokens}
+        if "token_type_ids" in self.names and self.tokens:
+            parts["token_type_ids"] = _marks
+        return Recipe(self.word, {**parts, **self.extra}, text=True)
+
+    def beside(self) -> dict[str, Part]:
+        """What a decoder reads beside a medium."""
+        if "decoder_input_ids" not in self.names:
+            return {}
+        limit = self.settings.integer("max_target_positions", default=32) or 32
+        return {"decoder_input_ids": lambda row: self.shifted(self.seeded(min(32, limit), row.generator))}
+
+    def seeded(self, length: int, generator: torch.Generator) -> torch.Tensor:
         text = self.settings.sub(_TEXT_CONFIGS) or self.settings
         sizes = [text.integer("vocab_size", "text_vocab_size", "src_vocab_size"), embedding_size(self.model)]
         top = min([size for size in sizes if size], default=100)
         special = self.settings.special_ids()
         pool = torch.tensor([i for i in range(min(top, 1 << 17)) if i not in special] or [0])
-        return pool[torch.randint(len(pool), (1, length), generator=self.generator)]
+        return pool[torch.randint(len(pool), (1, length), generator=generator)]
 
     def shifted(self, ids: torch.Tensor) -> torch.Tensor:
         start = self.settings.value("decoder_start_token_id", "bos_token_id", "pad_token_id")
@@ -142,125 +291,27 @@ class _Maker:
         limit = self.settings.integer("max_target_positions", default=ids.shape[1]) or ids.shape[1]
         return torch.cat([torch.tensor([[start]]), ids[:, :-1]], 1)[:, :limit]
 
-    def draw(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def images(self) -> Iterator[list[dict[str, Any]]]:
-        vision = self.settings.sub(_VISION_CONFIGS) or self.settings
-        channels = vision.integer("num_channels", "in_channels", "in_chans", default=3) or 3
-        size = vision.value("image_size", "img_size")
-        if isinstance(size, dict):
-            size = (size.get("height", 224), size.get("width", 224))
-        sizes = [tuple(size)[-2:] if isinstance(size, (list, tuple)) else (size, size)] if size else []
-        for height, width in [*sizes, (224, 224), (64, 64)]:
-            yield self.repeat("pixel_values", 1, channels, height, width)
-        frames = vision.integer("num_frames", default=2) or 2
-        for height, width in sizes:
-            yield self.repeat("pixel_values", 1, frames, channels, height, width)
-
-        if "image_grid_thw" in self.names:
-            yield self.patches(vision, channels)
-        for many in (1, 5, 3, 2) if self.image_token is not None else ():
-            for height, width in sizes:
-                batches = self.repeat("pixel_values", 1, many, channels, height, width)
-                if "image_sizes" in self.names:
-                    batches = [{**batch, "image_sizes": torch.tensor([[height, width]])} for batch in batches]
-                yield batches
-
-    def patches(self, vision: Settings, channels: int) -> list[dict[str, Any]]:
-        """Images that were cut into patches beforehand, with their grid."""
-        patch, depth = vision.integer("patch_size", default=14), vision.integer("temporal_patch_size", default=1)
-        assert patch is not None and depth is not None
-        side = 4 * (vision.integer("spatial_merge_size", default=2) or 2)
-        batches = self.repeat("pixel_values", side * side, channels * depth * patch * patch)
-        return [{**batch, "image_grid_thw": torch.tensor([[1, side, side]])} for batch in batches]
-
-    @torch.no_grad()
-    def placed(self, text: list[dict[str, Any]], media: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Put as many image tokens into each text, after its first token, as the model has features for an image."""
-        features = getattr(self.model, "get_image_features", None)
-        first = next(self.model.parameters(), torch.zeros(()))
-        if features is None or self.image_token is None:
-            return []
-        taken = inspect.signature(features).parameters
-        images = {
-            name: value.to(first.device, first.dtype if value.is_floating_point() else None)
-            for name, value in media[0].items()
-            if name in taken
-        }
-        try:
-            found = features(**images)
-            found = getattr(found, "pooler_output", found)
-            many = [found] if isinstance(found, torch.Tensor) else list(found)
-            count = sum(entry.numel() // entry.shape[-1] for entry in many)
-        # Whatever a model's code raises on an image that it was not made for.
-        except Exception:
-            return []
-        batches = []
-        for batch in text:
-            ids = batch["input_ids"]
-            marks = torch.zeros(1, ids.shape[1] + count, dtype=torch.long)
-            marks[:, 1 : 1 + count] = 1
-            images_in = torch.full((1, count), self.image_token)
-            more: dict[str, Any] = {"input_ids": torch.cat([ids[:, :1], images_in, ids[:, 1:]], 1)}
-            if "attention_mask" in batch:
-                more["attention_mask"] = torch.ones_like(marks)
-            more |= {name: marks for name in ("token_type_ids", "mm_token_type_ids") if name in self.names}
-            batches.append({**batch, **more})
-        return batches
-
-    def videos(self) -> Iterator[list[dict[str, Any]]]:
-        for batches in self.images():
-            pixels = batches[0]["pixel_values"]
-            shape = (
-                1,
-                self.settings.integer("frames_per_clip", "num_frames", default=4) or 4,
-                *pixels.shape[-3:],
-            )
-            yield self.repeat("pixel_values_videos", *shape)
-
-    def sounds(self) -> Iterator[list[dict[str, Any]]]:
-        name = "input_features" if "input_features" in self.names else "input_values"
-        bins = self.settings.integer(
-            "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size", "input_dim",
-            default=80,
-        ) or 80  # fmt: skip
-        frames = [2 * n for n in [self.settings.integer("max_source_positions")] if n]
-        frames += [n for n in [self.settings.integer("max_length")] if n and name == "input_values"]
-        for count in [*frames, 256]:
-            if name == "input_features" or count != 256:
-                yield self.repeat(name, 1, bins, count)
-            yield self.repeat(name, 1, count, bins)
-        yield self.repeat(name, 1, 16000)
-        yield self.repeat(name, 1, 1, 16000)
-
-    def repeat(self, name: str, *shape: int) -> list[dict[str, Any]]:
-        return [{name: self.draw(*shape)} for _ in range(self.sequences)]
-
-    def unnamed(self, name: str, length: int) -> Iterator[list[dict[str, Any]]]:
+    def unnamed(self, name: str) -> Iterator[Recipe]:
         """For a module of unknown make: ids where it embeds some, else rows as wide as its first map."""
         for module in self.model.modules():
             if isinstance(module, nn.Embedding):
-                top, shape = module.num_embeddings, (1, min(length, 32))
-                yield [{name: torch.randint(top, shape, generator=self.generator)} for _ in range(self.sequences)]
+                yield Recipe("ids", {name: Pick(module.num_embeddings, (1, min(self.length, 32))), **self.extra})
                 return
             if isinstance(module, (nn.Linear, nn.LayerNorm)):
                 width = module.in_features if isinstance(module, nn.Linear) else module.normalized_shape[-1]
-                yield self.repeat(name, 1, 32, width)
+                yield Recipe("tensor", {name: Draw((1, 32, width)), **self.extra})
                 return
 
-    def finish(self, kind: str, text: list[dict[str, Any]] | None, media: list[dict[str, Any]] | None) -> Candidate:
-        if text is None:
-            assert media is not None
-            batches = [dict(batch) for batch in media]
-            if "decoder_input_ids" in self.names:
-                for batch in batches:
-                    limit = self.settings.integer("max_target_positions", default=32) or 32
-                    batch["decoder_input_ids"] = self.shifted(self.seeded(min(32, limit)))
-        elif media is None:
-            batches = text
-        else:
-            batches = [{**a, **b} for a, b in zip(text, media, strict=False)]
-        first = next(value for value in batches[0].values() if torch.is_tensor(value))
-        shape = " x ".join(str(n) for n in first.shape)
-        return Candidate(kind, first.shape[-1], shape, [{**batch, **self.extra} for batch in batches])
+
+def _ids(row: Row) -> torch.Tensor:
+    assert row.ids is not None
+    return row.ids
+
+
+def _ones(row: Row) -> torch.Tensor:
+    return torch.ones_like(_ids(row))
+
+
+def _marks(row: Row) -> torch.Tensor:
+    assert row.marks is not None
+    return row.marks

@@ -29,11 +29,23 @@ class Settings:
                 self._collect(value)
 
     def sub(self, names: tuple[str, ...]) -> Settings | None:
-        """Settings of the first nested configuration of one of these names."""
+        """Settings of the first nested configuration of one of these names, the outermost first."""
+        for config in self.configs:
+            for name in names:
+                value = getattr(config, name, None)
+                if hasattr(value, "to_dict"):
+                    return Settings(value)
+        return None
+
+    def side(self, *names: str) -> int | None:
+        """The first positive integer under one of these names, or the last of several that stand there."""
         for name in names:
-            value = getattr(self.configs[0], name, None)
-            if hasattr(value, "to_dict"):
-                return Settings(value)
+            for config in self.configs:
+                value = getattr(config, name, None)
+                if isinstance(value, (list, tuple)) and value:
+                    value = value[-1]
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
         return None
 
     def integer(self, *names: str, default: int | None = None) -> int | None:

@@ -1,0 +1,92 @@
+"""Run a model on inputs that may not suit it, with or without values, and see what it came by or what it said."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normswap import unreal
+from normswap.quiet import quiet
+
+__all__ = ["Attempt", "Attempts"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of one call.
+
+    Attributes:
+        result: what was returned; None where the call failed.
+        error: what the model's code raised.
+        reached: places in `Attempts.holders` of the modules that the call came by.
+    """
+
+    result: Any
+    error: Exception | None
+    reached: frozenset[int]
+
+
+class Attempts:
+    """Calls of one model.
+
+    Attributes:
+        holders: the modules that hold parameters of their own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.holders = [
+            module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
+        ]
+        first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+        self.dtype, self.device = first.dtype, first.device
+
+    def forward(self, batch: Mapping[str, Any]) -> Attempt:
+        """Run the model's forward on keyword arguments that lie on the CPU."""
+        return self.call(self.model, batch)
+
+    def call(self, function: Callable[..., Any], batch: Mapping[str, Any]) -> Attempt:
+        """Call the model, or a method of it, and catch whatever its code raises."""
+        reached: set[int] = set()
+        inputs = {name: self._moved(value) for name, value in batch.items()}
+        devices = [self.device] if self.device.type == "cuda" else []
+        mode = _WithoutValues() if self.device.type == "meta" else contextlib.nullcontext()
+        with self._watched(reached), torch.random.fork_rng(devices=devices), torch.no_grad(), quiet():
+            torch.manual_seed(0)
+            try:
+                with mode:
+                    result = function(**inputs)
+            # Whatever a model's code raises on inputs that it was not made for.
+            except Exception as error:
+                return Attempt(None, error, frozenset(reached))
+        return Attempt(result, None, frozenset(reached))
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point():
+            return value.to(self.device, self.dtype)
+        return value if self.device.type == "meta" else value.to(self.device)
+
+    @contextlib.contextmanager
+    def _watched(self, reached: set[int]) -> Iterator[None]:
+        handles = [
+            module.register_forward_hook(lambda *_, place=place: reached.add(place))
+            for place, module in enumerate(self.holders)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _WithoutValues(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return unreal.run(func.overloadpacket.__name__, func, args, kwargs or {})
