@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from normswap._version import __version__
 
 if TYPE_CHECKING:
-    from normswap.api import Conversion, Inspection, convert, inspect, load, patch, unpatch, verify
+    from normswap.api import Conversion, Inspection, convert, fold, inspect, load, patch, unpatch, verify
     from normswap.errors import NormswapError, ParityError
+    from normswap.foldplan import Fold, FoldPlan
     from normswap.parity import Criterion, ParityReport
     from normswap.plan import Decision, Plan
     from normswap.spec import NormSpec
@@ -24,6 +25,8 @@ __all__ = [
     "Conversion",
     "Criterion",
     "Decision",
+    "Fold",
+    "FoldPlan",
     "Inspection",
     "NormSpec",
     "NormswapError",
@@ -32,6 +35,7 @@ __all__ = [
     "Plan",
     "__version__",
     "convert",
+    "fold",
     "inspect",
     "load",
     "patch",
@@ -42,6 +46,8 @@ __all__ = [
 _HOME = {
     "Criterion": "parity",
     "Decision": "plan",
+    "Fold": "foldplan",
+    "FoldPlan": "foldplan",
     "NormSpec": "spec",
     "NormswapError": "errors",
     "ParityError": "errors",

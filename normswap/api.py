@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +10,27 @@ import torch
 from torch import nn
 
 from normswap import checkpoint as ckpt
-from normswap import loading, modules
-from normswap.errors import CheckpointError, ParityError, UsageError
-from normswap.loading import Source
-from normswap.measuring import Serving, measure_modules, measure_sources, named_dtype
+from normswap import loading, opening
+from normswap.converting import Conversion, convert
+from normswap.errors import CheckpointError, UsageError
+from normswap.folding import Tied
+from normswap.foldplan import FoldPlan
+from normswap.foldwork import fold, plan_folds, prepare_folds, refuse_quantized
+from normswap.manifest import folds_of_manifest, plan_of_manifest
+from normswap.measuring import measure_modules, measure_sources
+from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
 from normswap.overview import render_plan
 from normswap.parity import Criterion, ParityReport
 from normswap.patching import Patterns, apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
-from normswap.quiet import first_line
+from normswap.rechecking import recheck
+from normswap.source import Source
 
-__all__ = ["Conversion", "Inspection", "convert", "inspect", "load", "patch", "unpatch", "verify"]
+__all__ = ["Conversion", "Inspection", "convert", "fold", "inspect", "load", "patch", "unpatch", "verify"]
 
-Progress = Callable[[str, int, int], None]
+
+# Tensors that differ are named up to this many.
+_SHOWN = 5
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,38 +41,27 @@ class Inspection:
         model: id, folder or class that was looked at.
         model_type: its config's ``model_type``; None for a module without config.
         plan: the decision for each norm, and the norms that are code and not modules.
+        folds: what would become of each norm's gain; None where that was not asked for.
     """
 
     model: str
     model_type: str | None
     plan: Plan
+    folds: FoldPlan | None = None
 
     def __repr__(self) -> str:
-        return render_plan(self.plan)
+        return render_plan(self.plan, self.folds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``normswap inspect --json`` prints."""
+        decided = () if self.folds is None else self.folds.decisions
+        folds = {fold.name: {"fold": fold.to_dict()} for fold in decided}
         return {
             "model": self.model,
             "model_type": self.model_type,
-            "norms": [decision.to_dict() for decision in self.plan.decisions],
+            "norms": [{**decision.to_dict(), **folds.get(decision.name, {})} for decision in self.plan.decisions],
             "functions": [found.to_dict() for found in self.plan.functions],
         }
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A finished conversion.
-
-    Attributes:
-        out: the folder that was written.
-        plan: what was decided for each norm.
-        report: the parity measurements; None when they were not asked for.
-    """
-
-    out: Path
-    plan: Plan
-    report: ParityReport | None
 
 
 def inspect(
@@ -77,6 +71,8 @@ def inspect(
     exclude: Patterns = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    fold: bool = False,
+    tied: Tied = "skip",
 ) -> Inspection:
     """Say what norms a model has and what `patch` would do with each. Reads the config only, never weights.
 
@@ -86,10 +82,14 @@ def inspect(
         exclude: as for `patch`.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run code that the checkpoint brings along.
+        fold: say also which gains would be folded into which weights. Each fold is proved on a small random model of
+            the class, of a few MB.
+        tied: as for `convert`.
 
     Raises:
         CheckpointError: no such folder, or a folder without a sound config.
-        ModelError: the model type is unknown here.
+        ModelError: the model type is unknown here; with `fold`, the data cannot be followed through the model, or it
+            is quantized.
 
     Example:
         >>> import torch, normswap
@@ -97,11 +97,18 @@ def inspect(
         'swap'
     """
     if isinstance(model, nn.Module):
-        model_type = getattr(getattr(model, "config", None), "model_type", None)
-        return Inspection(type(model).__name__, model_type, make_plan(model, include=include, exclude=exclude))
-    source = _resolve(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
-    plan = make_plan(loading.build_meta(source), include=include, exclude=exclude)
-    return Inspection(source.name, source.config.model_type, plan)
+        config = getattr(model, "config", None)
+        name, model_type = type(model).__name__, getattr(config, "model_type", None)
+        plan = make_plan(model, include=include, exclude=exclude)
+        return Inspection(name, model_type, plan, plan_folds(model, plan, config, tied=tied) if fold else None)
+    source = open_source(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
+    meta = loading.build_meta(source)
+    plan = make_plan(meta, include=include, exclude=exclude)
+    folds = None
+    if fold:
+        refuse_quantized(source.config, source.name)
+        folds = plan_folds(meta, plan, source.config, tied=tied)
+    return Inspection(source.name, source.config.model_type, plan, folds)
 
 
 def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module:
@@ -121,7 +128,7 @@ def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module
             of its manifest.
     """
     trust = bool(kwargs.pop("trust_remote_code", False))
-    source = _resolve(path, revision=kwargs.pop("revision", None), trust_remote_code=trust)
+    source = open_source(path, revision=kwargs.pop("revision", None), trust_remote_code=trust)
     manifest = ckpt.read_manifest(source.path)
     if manifest is None:
         raise CheckpointError(
@@ -131,106 +138,8 @@ def load(path: str | Path, *, backend: str = "auto", **kwargs: Any) -> nn.Module
     dtype = kwargs.pop("torch_dtype", "auto")
     dtype, device = kwargs.pop("dtype", dtype), kwargs.pop("device", "cpu")
     model = loading.load_model(source, dtype=dtype, device=device, **kwargs)
-    apply_plan(model, _plan_of_manifest(model, manifest), backend=backend, verify=True)
+    apply_plan(model, plan_of_manifest(model, manifest), backend=backend, verify=True)
     return model
-
-
-def _plan_of_manifest(model: nn.Module, manifest: dict[str, Any]) -> Plan:
-    """Probe the model again and hold it to the specs that the manifest records."""
-    recorded = {norm["name"]: norm["spec"] for norm in manifest["norms"]}
-    plan = make_plan(model)
-    found = {decision.name: decision.spec for decision in plan.swaps}
-    for name, spec in recorded.items():
-        now = found.get(name)
-        # What an older version did not record is not held against it.
-        computed = {} if now is None else {key: value for key, value in now.to_dict().items() if key in spec}
-        if computed != spec:
-            other = {key: (value, computed.get(key)) for key, value in spec.items() if computed.get(key) != value}
-            differs = ", ".join(f"{key} {then!r}, got {value!r}" for key, (then, value) in other.items())
-            raise CheckpointError(
-                f"expected the norm {name} to compute what the manifest records ({differs if now else 'got none'}); "
-                "the checkpoint or the model's code changed since it was converted: convert it again"
-            )
-    return Plan(tuple(decision for decision in plan.decisions if decision.name in recorded))
-
-
-def convert(
-    model: str | Path,
-    out: str | Path,
-    *,
-    backend: str = "auto",
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    text: str | Path | None = None,
-    overwrite: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    verify: bool = True,
-    criterion: Criterion | None = None,
-    progress: Progress | None = None,
-) -> Conversion:
-    """Plan, verify and save: what ``normswap patch MODEL -o OUT`` does.
-
-    The weights of OUT are byte for byte those of the source, under the same keys in the same shards; plain
-    transformers loads it. The manifest ``normswap.json`` records what `load` swaps. The source is never written.
-
-    Args:
-        model: a folder or a Hub id.
-        out: folder to be written; it appears whole or not at all.
-        backend: as for `patch`.
-        dtype: what the model is served in when it is verified (``"bfloat16"``, ``"float16"``, ``"float32"``);
-            the checkpoint's own by default. Stored weights keep their dtype.
-        device: where it is verified; a GPU if there is one, else the CPU.
-        include: as for `patch`.
-        exclude: as for `patch`.
-        text: UTF-8 file to verify on, in place of the built-in prompts.
-        overwrite: replace a checkpoint that is at `out`.
-        revision: branch, tag or commit of a Hub id.
-        trust_remote_code: run code that the checkpoint brings along.
-        verify: measure parity first, and save only if it holds.
-        criterion: bounds of the verdict; DESIGN's three gates by default.
-        progress: called with (step, done, total).
-
-    Returns:
-        Where it was saved, the plan and the measurements.
-
-    Raises:
-        ParityError: the verdict is fail; nothing was saved. Its ``report`` has the figures.
-        CheckpointError: the source is missing, incomplete, damaged, or holds NaN or infinite weights (-inf is sound
-            where it is no parameter) or integers where the model has floating-point parameters.
-        ModelError: its class is unknown, or it cannot be run.
-        OutputError: `out` exists or cannot be written.
-        BackendError: the backend cannot run here.
-        NothingToPatchError: no norm can be swapped.
-        UsageError: an argument has a value that cannot be used.
-
-    Warns:
-        UserWarning: the folder holds a second set of weights, which is left behind; an exclude pattern matches no
-            norm; weights of a pooler are missing.
-    """
-    out = Path(out)
-    source = _resolve(model, revision=revision, trust_remote_code=trust_remote_code)
-    checkpoint = _checked(source)
-    ckpt.check_output(out, source.path, overwrite)
-    serving = _serving(backend, dtype, device, source, text, criterion, progress)
-    meta = loading.build_meta(source)
-    plan = make_plan(meta, include=include, exclude=exclude)
-    plan.require_swaps()
-    parameters = dict(meta.named_parameters(remove_duplicate=False))
-    if not getattr(source.config, "quantization_config", None):
-        ckpt.check_floating(checkpoint, [name for name, value in parameters.items() if value.is_floating_point()])
-    ckpt.check_finite(checkpoint, parameters)
-    report = None
-    if verify:
-        report = measure_sources(source, source, lambda _: plan, serving)
-        if not report.passed:
-            raise ParityError(f"parity failed, so nothing was saved: {'; '.join(report.failures)}", report=report)
-    with ckpt.AtomicFolder(out, overwrite=overwrite, source=source.path) as folder:
-        hashes = ckpt.copy_checkpoint(checkpoint, folder, progress=_copying(progress))
-        ckpt.write_manifest(folder, _manifest(source, hashes, plan, report, serving.backend))
-    return Conversion(out, plan, report)
 
 
 def verify(
@@ -247,6 +156,9 @@ def verify(
     progress: Progress | None = None,
 ) -> ParityReport:
     """Measure whether a checkpoint with its norms swapped computes what the original computes.
+
+    Folds that a manifest records are computed once more from the original, and every tensor of the checkpoint is
+    compared with what they give.
 
     Args:
         checkpoint: a converted folder, any checkpoint (its norms are swapped for the measurement), or a module
@@ -279,117 +191,37 @@ def verify(
         if not isinstance(checkpoint, nn.Module) or not isinstance(against, nn.Module):
             kinds = f"{type(checkpoint).__name__} and {type(against).__name__}"
             raise UsageError(f"expected two modules or two checkpoints, got {kinds}")
-        serving = _serving(backend, dtype, device, checkpoint, text, criterion, progress)
+        serving = opening.serving(backend, dtype, device, checkpoint, text, criterion, progress)
         return measure_modules(checkpoint, against, serving)
-    converted = _resolve(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
-    serving = _serving(backend, dtype, device, converted, text, criterion, progress)
-    files = _checked(converted)
+    converted = open_source(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
+    serving = opening.serving(backend, dtype, device, converted, text, criterion, progress)
+    files = check_weights(converted)
     manifest = ckpt.read_manifest(converted.path)
     original = converted
     if against is not None:
-        original = _resolve(against, trust_remote_code=trust_remote_code)
+        original = open_source(against, trust_remote_code=trust_remote_code)
     elif manifest is not None:
-        original = _source_of(manifest, trust_remote_code)
+        original = source_of_manifest(manifest, trust_remote_code)
     other = None
     if original.path.resolve() != converted.path.resolve():
-        other = _checked(original)
-        _require_one_class(converted, original)
+        other = check_weights(original)
+        require_one_class(converted, original)
 
     def plan_of(model: nn.Module) -> Plan:
-        plan = make_plan(model) if manifest is None else _plan_of_manifest(model, manifest)
+        plan = make_plan(model) if manifest is None else plan_of_manifest(model, manifest)
         plan.require_swaps()
         return plan
 
-    report = measure_sources(original, converted, plan_of, serving)
-    return replace(report, notes=[*report.notes, *ckpt.notes_on_weights(files, other, manifest)])
+    folds = None if manifest is None or not manifest.get("folds") else folds_of_manifest(manifest)
+    faults: list[str] = []
+    if folds is not None and other is not None:
+        faults = [f"folds: {fault}" for fault in _recheck(original, other, files, folds)]
+    report = measure_sources(original, converted, plan_of, serving, folds=None if other is None else folds)
+    notes = [*report.notes, *ckpt.notes_on_weights(files, other, manifest)]
+    return replace(report, failures=[*faults[:_SHOWN], *report.failures], notes=notes)
 
 
-def _resolve(model: str | Path, **options: Any) -> Source:
-    # An empty path would name the working folder.
-    if isinstance(model, str) and not model.strip():
-        raise CheckpointError(f"expected a model folder or a Hub id, got {model!r}: no such folder")
-    return loading.resolve(model, **options)
-
-
-def _checked(source: Source) -> ckpt.Checkpoint:
-    checkpoint = ckpt.check_source(source.path)
-    for note in checkpoint.notes:
-        warnings.warn(f"{source.name}: {note}", stacklevel=3)
-    return checkpoint
-
-
-def _require_one_class(converted: Source, original: Source) -> None:
-    # By name: code of a checkpoint gives each folder a class of its own.
-    names = [loading.model_class(source).__name__ for source in (converted, original)]
-    if names[0] != names[1]:
-        raise UsageError(f"expected two checkpoints of one architecture, got {names[0]} and {names[1]}")
-
-
-def _source_of(manifest: dict[str, Any], trust_remote_code: bool) -> Source:
-    name, revision = manifest["source"]["name"], manifest["source"].get("revision")
-    try:
-        return _resolve(name, revision=revision, trust_remote_code=trust_remote_code)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the source that {ckpt.MANIFEST} names cannot be read ({error}); name it with --against"
-        ) from None
-
-
-def _manifest(
-    source: Source, hashes: dict[str, str], plan: Plan, report: ParityReport | None, backend: str
-) -> dict[str, Any]:
-    local = Path(source.name).is_dir()
-    return {
-        "source": {
-            "name": str(source.path.resolve()) if local else source.name,
-            "revision": source.revision,
-            "files": hashes,
-        },
-        "norms": [{"name": d.name, "class": d.cls, "spec": d.spec.to_dict()} for d in plan.swaps if d.spec is not None],
-        "refused": [{"name": d.name, "class": d.cls, "reason": d.reason} for d in plan.refusals],
-        "folds": [],
-        "backend": backend,
-        "parity": None if report is None else report.to_dict(),
-    }
-
-
-def _serving(
-    backend: str,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-    model: Source | nn.Module,
-    text: str | Path | None,
-    criterion: Criterion | None,
-    progress: Progress | None,
-) -> Serving:
-    stored = getattr(model.config if isinstance(model, Source) else model, "dtype", None)
-    where = _device(device)
-    return Serving(
-        backend=modules.resolve_backend(backend, where),
-        dtype=named_dtype(dtype if dtype is not None else stored or torch.float32),
-        device=where,
-        text=None if text is None else Path(text),
-        criterion=criterion,
-        progress=progress,
-    )
-
-
-def _device(given: str | torch.device | None) -> torch.device:
-    if given is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(given)
-        # Read back, for the meta device takes anything and computes nothing.
-        torch.zeros(1, device=device).item()
-    except Exception as error:
-        reason = re.split(r"\.\s", first_line(error))[0].rstrip(".")
-        raise UsageError(f"expected a device that torch can use here, got {str(given)!r}: {reason}") from None
-    if device.type == "cpu" and device.index:
-        raise UsageError(f"expected a device that torch can use here, got {str(given)!r}: there is one cpu, number 0")
-    return device
-
-
-def _copying(progress: Progress | None) -> Callable[[int, int], None] | None:
-    if progress is None:
-        return None
-    return lambda done, total: progress("saving", done, total)
+def _recheck(source: Source, original: ckpt.Checkpoint, converted: ckpt.Checkpoint, folds: FoldPlan) -> list[str]:
+    model = loading.build_meta(source)
+    work = prepare_folds(source, original, model, make_plan(model), folds=folds, asked=("*",))
+    return recheck(original, converted, work.edits)

@@ -24,6 +24,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 _BACKENDS = click.Choice(["auto", "triton", "cpu", "interpret"])
 _DTYPES = click.Choice(["float32", "float16", "bfloat16"])
+_TIED = click.Choice(["skip", "untie"])
 _TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
 _INTERNAL = 3
 # What the progress line is drawn over with.
@@ -80,6 +81,8 @@ def _selecting(command: CommandT) -> CommandT:
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one entry for each norm.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along.")
+@click.option("--fold", is_flag=True, help="Show also which gains would be folded into which weights.")
+@click.option("--tied", type=_TIED, default="skip", help="As for patch --fold.  [skip]")
 @_selecting
 def inspect_command(model: str, as_json: bool, **options: Any) -> None:
     """Show what norms MODEL has and what would be done with each. Reads no weights."""
@@ -87,7 +90,7 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
         from normswap import api, overview
 
         found = api.inspect(model, **options)
-        _say(json.dumps(found.to_dict(), indent=2) if as_json else overview.render_plan(found.plan))
+        _say(json.dumps(found.to_dict(), indent=2) if as_json else overview.render_plan(found.plan, found.folds))
 
 
 @main.command("patch")
@@ -95,6 +98,17 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="Folder to be written.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is there.")
 @click.option("--no-verify", is_flag=True, help="Save without measuring parity.")
+@click.option("--fold", is_flag=True, help="Fold gains into the linear weights that read them.")
+@click.option(
+    "--tied",
+    type=_TIED,
+    default="skip",
+    help="With --fold, of a norm before a head tied to the embedding: leave its gain, or write the head as a tensor "
+    "of its own.  [skip]",
+)
+@click.option("--quant-report", is_flag=True, help="With --fold: what it does to int8, int4 and fp8 rounding.")
+@click.option("--max-memory", metavar="SIZE", help="Memory for writing, such as 512MB.  [about 100 MB]")
+@click.option("--resume", is_flag=True, help="Keep finished files when interrupted, and go on from there.")
 @_selecting
 @_running
 def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None, **options: Any) -> None:
@@ -110,13 +124,10 @@ def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None
         with _written(done.report, json_file):
             if done.report is not None:
                 _show(done.report)
-            swapped, found = len(done.plan.swaps), sum(decision.of_rows for decision in done.plan.decisions)
-            _say(f"{swapped} of {found} norms swapped; saved to {done.out}")
-            for row in done.plan.rows(by_width=False):
-                if row["action"] == "refuse":
-                    _say(f"  left alone: {row['count']} x {row['pattern']} ({row['class']}): {row['reason']}")
-            if done.report is None:
-                _say("parity was not measured (--no-verify)")
+            from normswap.outcome import outcome_lines
+
+            for line in outcome_lines(done):
+                _say(line)
 
 
 @main.command("verify")

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Control", "Criterion", "Exact", "NormFigures", "ParityReport", "Served", "plain"]
+__all__ = ["Control", "Criterion", "Exact", "LostGain", "NormFigures", "ParityReport", "Served", "plain"]
 
 
 def plain(value: Any) -> Any:
@@ -108,6 +108,21 @@ class Exact:
 
 
 @dataclass(frozen=True)
+class LostGain:
+    """The control of the gate ``served``: a folded gain, lost on purpose.
+
+    Attributes:
+        norm: whose gain.
+        ratio: the error over the original's own, on two sequences.
+        detected: whether it passes the bound of the ratio.
+    """
+
+    norm: str
+    ratio: float
+    detected: bool
+
+
+@dataclass(frozen=True)
 class Served:
     """Gate ``served``: errors against the reference, relative RMS over all sequences.
 
@@ -125,6 +140,7 @@ class Served:
         top1_agreement_original: the same for the original.
         max_abs: greatest absolute difference of the converted model from the reference.
         tokens: distributions compared; None without logits.
+        control: the negative control; None where no gain was folded.
     """
 
     error_original: float | None = None
@@ -137,6 +153,7 @@ class Served:
     top1_agreement_original: float | None = None
     max_abs: float | None = None
     tokens: int | None = None
+    control: LostGain | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from normswap.candidates import propose
 from normswap.errors import ModelError
 from normswap.flow import Reading, follow
 from normswap.foldplan import Fold, FoldPlan
+from normswap.modules import unswap
 from normswap.plan import Decision, Plan
 from normswap.spec import NormSpec
 
@@ -132,7 +133,13 @@ def _without_values(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         small = buffer.device.type == "cpu" and buffer.numel() <= _SMALL
         memo[id(buffer)] = buffer.detach() if small else buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    return _unswapped(copy.deepcopy(model, memo))
+
+
+def _unswapped(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        unswap(module)
+    return model
 
 
 def _with_values(model: nn.Module) -> nn.Module | None:
@@ -147,4 +154,4 @@ def _with_values(model: nn.Module) -> nn.Module | None:
         memo[id(parameter)] = nn.Parameter(value.to(parameter.dtype), requires_grad=False)
     if any(buffer.device.type == "meta" for buffer in model.buffers()):
         return None
-    return copy.deepcopy(model, memo)
+    return _unswapped(copy.deepcopy(model, memo))

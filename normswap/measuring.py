@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,21 @@ from torch import nn
 
 from normswap import loading, modules
 from normswap.errors import UsageError
+from normswap.foldplan import FoldPlan, effective_gain
+from normswap.gains import fold_
 from normswap.inputs import make_inputs
 from normswap.loading import Source
-from normswap.parity import Criterion, NormUnderTest, ParityReport, measure
+from normswap.parity import Criterion, Dropped, NormUnderTest, ParityReport, measure
 from normswap.patching import apply_plan, patch, unpatch
 from normswap.plan import Plan
 from normswap.replica import bare
 from normswap.spec import NormSpec
+from normswap.untying import untie_
 
 __all__ = ["Serving", "measure_modules", "measure_sources", "named_dtype"]
 
+# Gains that are tried as the control of the gate ``served``, until one shows.
+_CONTROLS = 3
 _Loader = Callable[[torch.dtype], nn.Module]
 
 
@@ -48,30 +53,65 @@ class Serving:
 
 
 def measure_sources(
-    original: Source, converted: Source, plan_of: Callable[[nn.Module], Plan], serving: Serving
+    original: Source,
+    converted: Source,
+    plan_of: Callable[[nn.Module], Plan],
+    serving: Serving,
+    *,
+    folds: FoldPlan | None = None,
 ) -> ParityReport:
     """Measure a checkpoint with its norms swapped against an original.
+
+    Where gains were folded, the gate ``exact`` runs the original with the folds made in memory in float32, without the
+    rounding to the stored dtype; the other gates run what is stored.
 
     Args:
         original: the checkpoint that is right by definition.
         converted: the checkpoint under test; may be the same.
         plan_of: what is swapped in the converted model.
         serving: how both run.
+        folds: gains that were folded in the converted checkpoint; None without.
 
     Raises:
         CheckpointError, ModelError: a model cannot be loaded or run.
         UsageError: the text cannot be used.
     """
 
+    dropped: list[Dropped] = []
+
     def load_original(dtype: torch.dtype) -> nn.Module:
-        return loading.load_model(original, dtype=dtype, device=serving.device)
+        model = loading.load_model(original, dtype=dtype, device=serving.device)
+        if folds is not None and not dropped:
+            dropped.extend(_droppable(model, folds))
+        return model
+
+    def load_exact(dtype: torch.dtype) -> nn.Module:
+        assert folds is not None
+        model = loading.load_model(original, dtype=dtype, device=serving.device)
+        if folds.unties:
+            untie_(model)
+        fold_(model, folds)
+        apply_plan(model, plan_of(model), backend=serving.backend, verify=False)
+        return model
 
     def load_converted(dtype: torch.dtype) -> nn.Module:
         model = loading.load_model(converted, dtype=dtype, device=serving.device)
         apply_plan(model, plan_of(model), backend=serving.backend, verify=False)
         return model
 
-    return _measure(load_original, load_converted, original.config, loading.load_tokenizer(original), serving)
+    tokenizer = loading.load_tokenizer(original)
+    exact = None if folds is None else load_exact
+    return _measure(load_original, load_converted, original.config, tokenizer, serving, exact, dropped)
+
+
+def _droppable(model: nn.Module, folds: FoldPlan) -> list[Dropped]:
+    """Choose the folded gains that differ most from channel to channel, as what a fault would lose."""
+    found = []
+    for fold in folds.folds:
+        assert fold.spec is not None and fold.spec.gain_name is not None
+        gain = effective_gain(fold.spec, getattr(model.get_submodule(fold.name), fold.spec.gain_name))
+        found.append(Dropped(fold.name, fold.spec, gain.cpu()))
+    return sorted(found, key=lambda one: float(one.gain.std() / one.gain.abs().mean()), reverse=True)[:_CONTROLS]
 
 
 def measure_modules(converted: nn.Module, original: nn.Module, serving: Serving) -> ParityReport:
@@ -93,7 +133,13 @@ def measure_modules(converted: nn.Module, original: nn.Module, serving: Serving)
 
 
 def _measure(
-    original: _Loader, converted: _Loader, config: object, tokenizer: object, serving: Serving
+    original: _Loader,
+    converted: _Loader,
+    config: object,
+    tokenizer: object,
+    serving: Serving,
+    exact: _Loader | None = None,
+    dropped: Sequence[Dropped] = (),
 ) -> ParityReport:
     if serving.progress is not None:
         serving.progress("choosing inputs", 0, 1)
@@ -108,6 +154,8 @@ def _measure(
         backend=serving.backend,
         criterion=serving.criterion,
         progress=serving.progress,
+        exact=exact,
+        dropped=dropped,
     )
 
 

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from normswap.foldplan import FoldPlan
+from normswap.foldtable import render_folds
 from normswap.naming import towers
 from normswap.plan import Plan
 from normswap.report import shorten
@@ -20,7 +22,7 @@ _Cells = list[str]
 _Section = tuple[str, dict[str, list[_Cells]]]
 
 
-def render_plan(plan: Plan) -> str:
+def render_plan(plan: Plan, folds: FoldPlan | None = None) -> str:
     """Write what is in a model and what would be done, a line for each kind of norm.
 
     Layers and experts are collapsed to patterns. What would be swapped stands under what it computes, in the parts
@@ -29,6 +31,7 @@ def render_plan(plan: Plan) -> str:
 
     Args:
         plan: the decisions for a model.
+        folds: the decisions about gains; they stand in a part of their own.
 
     Returns:
         Lines and a line or more of totals, without a newline at the end.
@@ -48,7 +51,10 @@ def render_plan(plan: Plan) -> str:
             groups.setdefault(words, []).append([found.name or "(the model)", found.cls, str(found.count), "-"])
         sections.append(("norms that are code, nothing to swap", groups))
     lines = _lines(sections)
-    return "\n".join([*lines, *([""] if lines else []), *_totals(plan)])
+    lines += [*([""] if lines else []), *_totals(plan)]
+    if folds is not None:
+        lines += ["", *render_folds(folds)]
+    return "\n".join(lines)
 
 
 def _parts(rows: Sequence[Mapping[str, Any]]) -> list[_Section]:

@@ -6,9 +6,9 @@ import gc
 import math
 import platform
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from torch import nn
 
 from normswap._version import __version__
 from normswap.errors import ModelError
-from normswap.figures import Control, Criterion, Exact, NormFigures, ParityReport, Served
+from normswap.figures import Control, Criterion, Exact, LostGain, NormFigures, ParityReport, Served
 from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served
 from normswap.inputs import Inputs, Output, run
 from normswap.meter import NormMeter, NormUnderTest, trial_inputs, watching
+from normswap.spec import NormSpec
 from normswap.stats import Gap, Tokens, compare_tokens, gap, relative
 
-__all__ = ["Criterion", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
+__all__ = ["Criterion", "Dropped", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
 
+# Sequences that a control is run on.
+_CONTROL_SEQUENCES = 2
 Loader = Callable[[torch.dtype], nn.Module]
 Progress = Callable[[str, int, int], None]
 
@@ -41,6 +44,8 @@ def measure(
     backend: str,
     criterion: Criterion | None = None,
     progress: Progress | None = None,
+    exact: Loader | None = None,
+    dropped: Sequence[Dropped] = (),
 ) -> ParityReport:
     """Run original and converted on the same inputs and judge by three gates.
 
@@ -59,6 +64,9 @@ def measure(
         backend: which implementation of the norms runs; goes to the report.
         criterion: the bounds; the project's by default.
         progress: called with (stage, done, total) before each step.
+        exact: loads the model that the gate ``exact`` runs, where that is not the converted one: with gains folded
+            and not rounded.
+        dropped: gains that the converted model has folded, for the control of the gate ``served``.
 
     Returns:
         The figures and the verdict.
@@ -70,7 +78,32 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
         session = _Session(original, converted, norms, inputs, torch.device(device), criterion, Path(folder))
         session.progress = progress or session.progress
+        session.exact, session.dropped = exact, dropped
         return session.report(dtype, backend)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A gain that was folded, to be lost on purpose.
+
+    Attributes:
+        name: of the norm.
+        spec: what it computes.
+        gain: the effective gain that it had, float64 ``(channels,)``.
+    """
+
+    name: str
+    spec: NormSpec
+    gain: torch.Tensor
+
+    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Divide the norm's result by the gain, which leaves what it would be had the gain been dropped."""
+        factor = torch.where(self.gain.abs() > 1e-6, 1 / self.gain, 1.0).to(output.device, output.dtype)
+        if self.spec.axis == "channels":
+            factor = factor.reshape(-1, *(1,) * (output.dim() - 2))
+        elif self.spec.heads > 1 and output.shape[-1] != factor.numel():
+            factor = factor.reshape(self.spec.heads, -1)
+        return output * factor
 
 
 @dataclass
@@ -104,6 +137,9 @@ class _Session:
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     output: dict[str, Any] = field(default_factory=dict)
+    exact: Loader | None = None
+    dropped: Sequence[Dropped] = ()
+    lost: list[tuple[str, list[Gap]]] = field(default_factory=list)
 
     def report(self, dtype: torch.dtype, backend: str) -> ParityReport:
         if len(self.inputs.batches) < self.criterion.min_sequences:
@@ -115,12 +151,13 @@ class _Session:
             # Float32 against itself would have no error to compare with.
             reference_dtype, reference = torch.float64, self.float64_reference()
             a = self.run_original(dtype, reference, keep="float32")
-            b = self.run_converted(dtype, reference, exact="float32", served=True)
-            exact = b.exact
+            exact = self.run_exact(dtype, "float32") if self.exact else None
+            b = self.run_converted(dtype, reference, exact=None if self.exact else "float32", served=True)
+            exact = exact or b.exact
         else:
             reference_dtype, reference = torch.float32, "reference"
             self.run_original(torch.float32, None, keep=reference)
-            exact = self.run_converted(torch.float32, None, exact=reference, served=False).exact
+            exact = self.run_exact(torch.float32, reference)
             a = self.run_original(dtype, reference, keep=None)
             b = self.run_converted(dtype, reference, exact=None, served=True)
         assert exact is not None
@@ -130,6 +167,7 @@ class _Session:
             served, failures, notes = judge_served(a.gaps, b.gaps, a.tokens, b.tokens, numbers, self.criterion)
             self.failures += failures
             self.notes += notes
+            served = self.judge_control(served, a)
         return ParityReport(
             failures=self.failures,
             notes=self.notes,
@@ -146,6 +184,25 @@ class _Session:
             norms=b.norms,
             versions=_versions(),
         )
+
+    def run_exact(self, dtype: torch.dtype, reference: str) -> Exact | None:
+        return self.run_converted(dtype, None, exact=reference, served=False).exact
+
+    def judge_control(self, served: Served, original: _Run) -> Served:
+        """Say what the gate makes of a gain that is lost; the first that it sees, else the one it sees best."""
+        best: LostGain | None = None
+        for name, gaps in self.lost:
+            errors = [gap.error for gap in original.gaps[: len(gaps)]]
+            ratio = (sum(gap.error for gap in gaps) / max(sum(errors), 1e-300)) ** 0.5
+            found = LostGain(name, ratio, ratio > self.criterion.ratio_max)
+            best = found if best is None or found.ratio > best.ratio else best
+            if found.detected:
+                break
+        if best is not None and not best.detected:
+            self.notes.append(
+                f"served: the gate is blind to a lost gain: without that of {best.norm} the ratio is {best.ratio:.3g}"
+            )
+        return replace(served, control=best)
 
     def float64_reference(self) -> str | None:
         try:
@@ -243,7 +300,7 @@ class _Session:
         """Run the converted model once: against the original's outputs named ``exact``, and as served."""
         result = _Run()
         exact_gaps: list[dict[str, Gap]] = []
-        with self.loaded(self.converted, dtype) as model:
+        with self.loaded(self.converted if served or self.exact is None else self.exact, dtype) as model:
             under_test = self.norms(model)
             sample = max(1 << 16, (1 << 19) // max(1, len(self.inputs.batches)))
             with _reached(under_test) as order, watching(under_test if served else [], sample) as meters:
@@ -256,6 +313,8 @@ class _Session:
                 control = self.control(model, dtype, list(order.values()), exact)
                 result.exact, failures = judge_exact(exact_gaps, self.output["name"], control, self.criterion)
                 self.failures += failures
+            if reference is not None:
+                self.lose_gains(model, dtype, reference)
             trial_failures = self.try_rows(under_test, dtype) if served else []
         if served:
             judged = [judge_norm(name, meter, self.criterion) for name, meter in meters.items()]
@@ -264,6 +323,18 @@ class _Session:
             self.failures += [failure for _, failed in judged for failure in failed] + failures + trial_failures
             self.notes += notes
         return result
+
+    def lose_gains(self, model: nn.Module, dtype: torch.dtype, reference: str) -> None:
+        for one in self.dropped:
+            gaps = []
+            handle = model.get_submodule(one.name).register_forward_hook(one.hook)
+            try:
+                for index, batch in enumerate(self.inputs.batches[:_CONTROL_SEQUENCES]):
+                    output = run(model, batch, dtype, self.device)
+                    gaps.append(gap(output.main, self.load(reference, index)[output.name]))
+            finally:
+                handle.remove()
+            self.lost.append((one.name, gaps))
 
     def control(self, model: nn.Module, dtype: torch.dtype, reached: list[NormUnderTest], exact: str) -> Control | None:
         """Disturb one norm and see whether the exact gate would notice; the last one first, it is the surest."""

@@ -84,6 +84,9 @@ def _gates(report: ParityReport) -> list[list[str]]:
         row("served", "error of the original", number(served.error_original), "", False),
         row("served", "error of the converted", number(served.error_converted), "", False),
     ]  # fmt: skip
+    if served.control is not None:
+        words = f"the same without {served.control.norm}'s gain"
+        rows.append(row("served", words, number(served.control.ratio, 4), f"> {bounds.ratio_max:g}", False))
     if served.kl_converted is not None:
         kl = f"{number(served.kl_converted)} / {number(served.kl_original)}"
         rows.append(row("served", "KL, converted / original", f"{kl} nats", "", False))

@@ -1,0 +1,215 @@
+"""Bring folds to one checkpoint: decide, prove, hold against what is stored, and say how every tensor changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from normswap.checkpoint import Checkpoint
+from normswap.edits import Edits, make_edits, unstorable
+from normswap.errors import ModelError, NothingToPatchError
+from normswap.factors import leave
+from normswap.folding import Tied, make_fold_plan
+from normswap.foldplan import FoldPlan
+from normswap.foldproof import prove_by_twin
+from normswap.gains import check_fold, fold_
+from normswap.patching import Patterns
+from normswap.plan import Plan, make_plan
+from normswap.rows import row_reader
+from normswap.source import Source
+from normswap.stored import StoredMap, map_stored
+from normswap.untying import Untying, changes_when_untied, plan_untying, tying_readers, untie_, untie_config_text
+
+__all__ = ["FoldWork", "fold", "plan_folds", "prepare_folds", "proved_folds", "refuse_quantized"]
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class FoldWork:
+    """All that is needed to fold the gains of one checkpoint.
+
+    Attributes:
+        plan: the decisions; what cannot be proved or stored is refused.
+        edits: how the stored tensors change.
+        config: the text of ``config.json`` after it; None where it stays as it is.
+        notes: what a user should know.
+    """
+
+    plan: FoldPlan
+    edits: Edits
+    config: str | None
+    notes: tuple[str, ...]
+
+    def mark(self) -> str:
+        """Return a text that is equal for equal work, for runs that are resumed."""
+        return json.dumps([asdict(fold) for fold in self.plan.folds] + [self.config], sort_keys=True)
+
+
+def refuse_quantized(config: Any, name: str) -> None:
+    """Refuse to fold into weights that are quantized.
+
+    Raises:
+        ModelError: the configuration says that they are.
+    """
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    raise ModelError(
+        f"{name} is quantized ({getattr(method, 'value', method) or 'by an unnamed method'}), and a gain cannot be "
+        "folded into quantized weights exactly; fold the original and quantize that, or leave out --fold"
+    )
+
+
+def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip") -> FoldPlan:
+    """Decide from the class and its configuration which gains fold, and prove it on small models of the class.
+
+    Args:
+        model: of the class, on the meta device or elsewhere; it is not changed.
+        plan: what `make_plan` found in it.
+        config: its configuration.
+        tied: as for `make_fold_plan`.
+
+    Returns:
+        The decisions; a fold whose proof failed is refused with what was measured.
+
+    Raises:
+        ModelError: the data cannot be followed through the model.
+    """
+    return proved_folds(model, make_fold_plan(model, plan, tied=tied), config)
+
+
+def proved_folds(model: nn.Module, folds: FoldPlan, config: Any) -> FoldPlan:
+    """Return a plan without the folds that cannot be proved on small models of the class."""
+    if folds.unties and (reason := changes_when_untied(model)):
+        folds = leave(folds, {fold.name: reason for fold in folds.folds if fold.untie})
+    return leave(folds, prove_by_twin(model, folds, make_fold_plan, config))
+
+
+def prepare_folds(
+    source: Source,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    plan: Plan,
+    *,
+    tied: Tied = "skip",
+    asked: tuple[str, ...] = (),
+    folds: FoldPlan | None = None,
+    without: Mapping[str, str] | None = None,
+) -> FoldWork:
+    """Decide which gains of a checkpoint fold, and how its tensors change for it. Weights are not read yet.
+
+    Args:
+        source: the checkpoint.
+        checkpoint: its files.
+        model: of its class on the meta device; a head that is untied is untied in it.
+        plan: what `make_plan` found in it.
+        tied: as for `make_fold_plan`.
+        asked: patterns of norms that the user named; a final norm that other heads may read folds only if asked for.
+        folds: decisions made before; by default they are made and proved now.
+        without: norms that are left, with the reason, beside what is found here.
+
+    Raises:
+        ModelError: the weights are quantized, or the data cannot be followed through the model.
+        NothingToPatchError: no gain can be folded.
+    """
+    refuse_quantized(source.config, source.name)
+    folds = plan_folds(model, plan, source.config, tied=tied) if folds is None else folds
+    folds = leave(folds, without or {})
+    stored = map_stored(model, checkpoint)
+    folds = leave(folds, _other_heads(model, checkpoint, stored, folds, asked))
+    notes: list[str] = []
+    untying, config = Untying({}, {}), None
+    if folds.unties:
+        try:
+            untying = plan_untying(model, checkpoint, stored)
+        except ModelError as error:
+            folds = leave(folds, {fold.name: str(error) for fold in folds.folds if fold.untie})
+    if folds.unties:
+        config = untie_config_text((source.path / _CONFIG).read_text(encoding="utf-8"), model)
+        notes += [note for note in [tying_readers(source.config)] if note]
+        untie_(model)
+    read = row_reader(checkpoint)
+    folds = leave(folds, unstorable(model, folds, stored, read, heads=untying.keys))
+    if not folds.folds:
+        reasons = "; ".join(dict.fromkeys(f"{fold.name}: {fold.reason}" for fold in folds.refusals[:5]))
+        raise NothingToPatchError(f"no gain of {source.name} can be folded, so nothing was written: {reasons}")
+    if config is not None and not folds.unties:
+        raise ModelError(f"the head of {source.name} cannot be untied: {_first_untied_reason(folds)}")
+    return FoldWork(folds, make_edits(model, folds, stored, read, heads=untying.keys), config, tuple(notes))
+
+
+def _first_untied_reason(folds: FoldPlan) -> str:
+    return next(fold.reason for fold in folds.refusals if fold.untie)
+
+
+def _other_heads(
+    model: nn.Module, checkpoint: Checkpoint, stored: StoredMap, folds: FoldPlan, asked: tuple[str, ...]
+) -> dict[str, str]:
+    """Leave the norm before the head where the checkpoint holds layers that the class does not load, such as MTP."""
+    unread = [key for key in stored.unread if len(checkpoint.tensors[key].shape) > 1]
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    if not unread or head is None or getattr(head, "weight", None) is None:
+        return {}
+    names = {name for name, value in model.named_parameters(remove_duplicate=False) if value is head.weight}
+    return {
+        fold.name: (
+            f"the checkpoint holds {unread[0]}, which the class does not load and which may read this norm as well; "
+            f"name the norm with --include to fold it all the same"
+        )
+        for fold in folds.folds
+        if names & set(fold.parameters) and not any(fnmatchcase(fold.name, pattern) for pattern in asked)
+    }
+
+
+def fold(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None, tied: Tied = "skip") -> nn.Module:
+    """Fold every gain that can be folded into the weights that read it, in place.
+
+    What `convert` does with ``fold=True``, for a model in memory, patched or not: the folds are found by following the
+    data through one forward, proved on a small model of the class, computed in float64 and rounded once to the dtype
+    of the weights. A norm keeps its parameters, which hold the identity then. To see first what would be folded, call
+    `inspect` with ``fold=True``.
+
+    Args:
+        model: a model of transformers with floating-point weights.
+        include: shell patterns (or one) of norm names; only these are folded.
+        exclude: patterns of norms that are left alone.
+        tied: ``"skip"`` leaves a norm that feeds a head tied to the embedding, ``"untie"`` gives the head a weight of
+            its own.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: it is quantized, its parameters are no plain tensors, or the data cannot be followed through it;
+            nothing was changed.
+        NothingToPatchError: no gain can be folded.
+        UsageError: an include pattern matches no norm.
+
+    Example:
+        >>> import torch, transformers, normswap
+        >>> config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64,
+        ...     num_attention_heads=2, num_key_value_heads=2)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> with torch.no_grad():
+        ...     _ = model.model.norm.weight.fill_(2.0)
+        >>> normswap.fold(model).model.norm.weight.unique().tolist()
+        [1.0]
+    """
+    config = getattr(model, "config", None)
+    refuse_quantized(config, type(model).__name__)
+    folds = plan_folds(model, make_plan(model, include=include, exclude=exclude), config, tied=tied)
+    if folds.unties:
+        untie_(model)
+    folds = leave(folds, check_fold(model, folds))
+    if not folds.folds:
+        reasons = "; ".join(dict.fromkeys(f"{one.name}: {one.reason}" for one in folds.refusals[:5]))
+        raise NothingToPatchError(f"no gain of {type(model).__name__} can be folded, so nothing was changed: {reasons}")
+    return fold_(model, folds)
