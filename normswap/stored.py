@@ -248,7 +248,8 @@ class _Shapes:
         return getattr(self._model, name)
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        return self._model.get_parameter(name).detach().to("meta", torch.int64)
+        shape = self._model.get_parameter(name).shape
+        return torch.zeros((), dtype=torch.int64, device="meta").expand(shape)
 
 
 def _as_it_is(shape: tuple[int, ...]) -> Layout:

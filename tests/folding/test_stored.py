@@ -27,6 +27,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from normswap import labels
 from normswap.loading import build_meta
 from normswap.shards import check_source
 from normswap.source import resolve
@@ -340,6 +341,26 @@ def test_a_tensor_that_is_split_over_parameters(converting: Callable[..., None],
         "model.layers.1.mlp.up_proj.weight",
     )
     assert (gate.held[0], up.held[0]) == (range(48), range(48, 96))
+
+
+@pytest.mark.skipif(not CONVERTS, reason="transformers 4 does not convert")
+def test_a_conversion_that_asks_for_shapes_is_followed_at_any_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    folder = saved(scrambled(tiny_llama()), tmp_path)
+    converter = WeightConverter("down_proj.weight", "down_proj.weight", [Transpose(0, 1, check_dims=True)])
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [converter])
+    # A label tensor of 48 is within reach, the weight of 32 x 48 is not.
+    monkeypatch.setattr(labels, "_LARGEST", 256)
+    name = "model.layers.{}.mlp.down_proj.weight"
+    turned = name.format(1)
+    stored = mapped(rewritten(folder, lambda tensors: {**tensors, turned: tensors[turned].t()}))
+    assert not stored.opaque
+    assert stored.by_parameter[name.format(0)][0].axes == (0, 1)
+    assert stored.by_parameter[turned][0].axes == (1, 0)
 
 
 @pytest.mark.skipif(not CONVERTS, reason="transformers 4 does not convert")
