@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +31,10 @@ _MEDIA: tuple[tuple[str, tuple[str, ...], Callable[..., Iterator[dict[str, Part]
     ("audio", SOUNDS, sounds),
     ("video", VIDEOS, videos),
 )
-# How often a form of inputs is mended, and how many changes are tried for it in all.
-_DEPTH = 6
+# How often a form of inputs is tried, and how many changes are tried for what one failure said.
 _TRIES = 24
+_CHANGES = 8
+_LARGEST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,14 @@ def propose(
         seed: of everything that is drawn.
     """
     yield from _Search(model, Settings(config), names, rows, sequences, length, seed).candidates()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What was said, without its numbers, after how many modules."""
+
+    said: str
+    depth: int
 
 
 class _Search:
@@ -194,11 +206,12 @@ class _Search:
 
     def mend(self, recipe: Recipe, rows: list[torch.Tensor]) -> Recipe | None:
         """Return the recipe, changed until the model runs on it and comes by something new; else None."""
-        budget = _TRIES
+        order = itertools.count()
+        waiting: list[tuple[int, int, Recipe, _Failure | None]] = [(0, next(order), recipe, None)]
         asked: set[str] = set()
-        waiting = [(recipe, 0)]
+        budget = _TRIES
         while waiting and budget:
-            recipe, depth = waiting.pop()
+            _, _, recipe, before = heapq.heappop(waiting)
             key = repr((recipe.parts, recipe.places))
             if key in asked:
                 continue
@@ -214,9 +227,11 @@ class _Search:
                     return None
                 self.seen |= attempt.reached
                 return recipe
-            if depth < _DEPTH:
-                more = list(self.mender.mended(recipe, batch, attempt.error))
-                waiting += [(other, depth + 1) for other in reversed(more[:8])]
+            failure = _Failure(re.sub(r"\d+", "#", str(attempt.error)), len(attempt.reached))
+            # A change after which the same is said at the same place was none for the better.
+            if before is None or failure.said != before.said or failure.depth > before.depth:
+                for other in itertools.islice(self.mender.mended(recipe, batch, attempt.error), _CHANGES):
+                    heapq.heappush(waiting, (-failure.depth, next(order), other, failure))
         return None
 
     def measured(self, kind: str, alone: Recipe) -> int:

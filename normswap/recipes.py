@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,6 +76,11 @@ class Recipe:
     parts: Mapping[str, Part]
     text: bool = False
     places: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers are drawn for one batch."""
+        return sum(math.prod(part.shape) for part in self.parts.values() if isinstance(part, (Draw, Pick)))
 
     def give(self, **parts: Part) -> Recipe:
         """Return one with these arguments as well, or in place of those it had."""
