@@ -146,13 +146,15 @@ class _Maker:
         pieces = self._stored.by_parameter.get(name)
         if not pieces:
             return f"{name} is not stored in the checkpoint"
-        if name not in self._heads:
+        for one, other in self._stored.twice.items():
+            if name in (one, other) and not self._equal(*(self._stored.by_parameter[at] for at in (one, other))):
+                return f"{one} is stored, and so is {other}, which it is tied to, with other values"
+        new = self._heads.get(name)
+        if new is None:
+            heads = [head for head in self._heads if self._stored.by_parameter[head] == pieces]
+            return f"{name} and {heads[0]} were one; make the plan from the untied model" if heads else None
+        if new == pieces[0].key:
             return None
-        if other := self._stored.twice.get(name):
-            if not self._equal(pieces, self._stored.by_parameter[other]):
-                return f"{name} is stored, and so is {other}, which it is tied to, with other values"
-            return None
-        new = self._heads[name]
         if new in self._stored.by_key or new in self._stored.unread:
             return f"{name} is to be untied as {new}, and the checkpoint holds another tensor of that name"
         whole = tuple(map(range, parameter_shape(pieces)))
@@ -195,9 +197,9 @@ class _Maker:
                 self._edit(piece, [use.fold.name for use in uses]).puts.append(Put(piece, moved, add=True))
         # What is untied without a norm that reads it, such as a bias of the head, is copied as it is.
         plain = {
-            new: Added(self._stored.by_parameter[name][0].key)
+            new: Added(source)
             for name, new in self._heads.items()
-            if new not in self._added and name not in self._stored.twice
+            if new not in self._added and new != (source := self._stored.by_parameter[name][0].key)
         }
         made = {**self._edits, **{key: edit for key, (_, edit) in self._added.items()}}
         return Edits(
@@ -220,8 +222,7 @@ class _Maker:
 
     def _target(self, piece: Stored) -> str:
         """Return the tensor that is written for a stored one."""
-        stays = piece.parameter in self._stored.twice
-        return piece.key if stays else self._heads.get(piece.parameter, piece.key)
+        return self._heads.get(piece.parameter, piece.key)
 
     def _norm_values(self, fold: Fold) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Yield a norm's gain and bias with what becomes of them, float64."""

@@ -47,8 +47,8 @@ class Untying:
     """What untying changes in a checkpoint.
 
     Attributes:
-        keys: parameter that gets a tensor of its own, to the name of that tensor on disk.
-        sources: the same tensors on disk to those that they copy.
+        keys: parameter that has a tensor of its own from then on, to the name of that tensor on disk.
+        sources: those of these tensors that are new, to those that they copy.
     """
 
     keys: dict[str, str]
@@ -178,8 +178,9 @@ def plan_untying(model: nn.Module, checkpoint: Checkpoint, stored: StoredMap) ->
     for name in needed:
         if len(stored.by_parameter[name]) > 1:
             raise ModelError(f"{name} is stored in {len(stored.by_parameter[name])} pieces; leave the head tied")
+    own = {name: stored.by_parameter[name][0].key for name in {*found, *found.values()} & stored.twice.keys()}
     for prefix in _prefixes(needed.values()):
-        keys = {name: prefix + name for name in needed}
+        keys = {name: prefix + name for name in needed} | own
         sources = {keys[name]: piece.key for name, piece in needed.items()}
         if not any(key in checkpoint.tensors for key in sources) and _loads(other, checkpoint, stored, keys, sources):
             return Untying(keys, sources)
