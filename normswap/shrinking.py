@@ -30,13 +30,9 @@ _LARGEST = 60_000_000
 # Sequences of few tokens show every dependence; each expert of a router is still met with near certainty.
 _LENGTH = 40
 _SEQUENCES = 2
-_MOST_NOT_RUN = 6
+_MOST_NOT_RUN = 2
 
 Structure = frozenset[tuple[str, frozenset[Any]]]
-
-
-class _NotRun(ModelError):
-    """A model was built, and no inputs were found for it."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +78,51 @@ def twins(model: nn.Module, config: Any = None, *, seed: int = 0) -> Iterator[Tw
     config = getattr(model, "config", None) if config is None else config
     if config is None:
         raise ModelError(f"expected a model with a configuration, got {cls.__name__} without: no twin can be built")
-    wanted = structure(model)
     size = sum(parameter.numel() for parameter in model.parameters())
     problems: list[str] = []
-    count = stuck = 0
-    candidates = _matching(cls, config, wanted, problems) if size > _SMALL else ()
+    count = 0
+    candidates = _matching(cls, config, structure(model), problems) if size > _SMALL else ()
     own: tuple[None, ...] = (None,) if size <= _LARGEST else ()
-    for recipe in itertools.chain(candidates, own):
+    for recipe in _likely_first(cls, config, itertools.chain(candidates, own)):
         try:
             yield build_twin(cls, config, recipe, seed=seed)
             count += 1
         except ModelError as error:
             problems.append(str(error))
-            stuck += isinstance(error, _NotRun)
-            # What does not run at several sizes does not for want of other inputs.
-            if stuck == _MOST_NOT_RUN:
-                break
     if not count:
         told = "; ".join(dict.fromkeys(problems[-3:])) or "its numbers do not divide"
         raise ModelError(f"no small model of {cls.__name__} with the same structure builds and runs here: {told}")
+
+
+def _likely_first(cls: type[nn.Module], config: Any, given: Iterable[Recipe | None]) -> Iterator[Recipe | None]:
+    """Put off the recipes whose model does not run on plain text, and leave all but a few of those out.
+
+    For a model that does not run at all, looking for inputs takes long.
+    """
+    names = inspect.signature(cls.forward).parameters
+    later = []
+    for recipe in given:
+        if "input_ids" not in names or _runs_on_text(cls, config, recipe):
+            yield recipe
+        else:
+            later.append(recipe)
+    yield from later[:_MOST_NOT_RUN]
+
+
+def _runs_on_text(cls: type[nn.Module], config: Any, recipe: Recipe | None) -> bool:
+    ids = torch.arange(4, 20).reshape(1, -1)
+    try:
+        model = _build(cls, _reduced(config, recipe), torch.device("cpu"))
+        names = inspect.signature(model.forward).parameters
+        with quiet():
+            run(model, {n: ids for n in ("input_ids", "decoder_input_ids") if n in names}, torch.float32, "cpu")
+    except (ModelError, Unfit):
+        return False
+    return True
+
+
+def _reduced(config: Any, recipe: Recipe | None) -> Any:
+    return copy.deepcopy(config) if recipe is None else reduce(config, recipe)
 
 
 def _matching(cls: type[nn.Module], config: Any, wanted: Structure, problems: list[str]) -> Iterator[Recipe]:
@@ -144,7 +166,7 @@ def build_twin(cls: type[nn.Module], config: Any, recipe: Recipe | None, *, seed
     Raises:
         ModelError: it does not build or run.
     """
-    small = copy.deepcopy(config) if recipe is None else reduce(config, recipe)
+    small = _reduced(config, recipe)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = _build(cls, small, torch.device("cpu"))
@@ -200,7 +222,7 @@ def _batches(model: nn.Module, config: Any, plan: Plan, seed: int) -> tuple[dict
         for hook in hooks:
             hook.remove()
     if not batches:
-        raise _NotRun(
+        raise ModelError(
             f"found no inputs that {type(model).__name__} runs on; tried {len(problems)}, the first said: "
             f"{problems[0] if problems else 'nothing to try'}"
         )
