@@ -59,13 +59,15 @@ def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifes
     if original is None and manifest is None:
         return []
     hashes, notes = hash_weights(converted), []
-    if original is not None and set(hashes.values()) != set(hash_weights(original).values()):
+    folded = manifest is not None and bool(manifest.get("folds"))
+    if original is not None and not folded and set(hashes.values()) != set(hash_weights(original).values()):
         notes.append(
             "the two checkpoints' weights are not byte-identical; tensors that the inputs do not reach were not "
             "compared"
         )
-    if manifest is not None and not manifest.get("folds"):
-        recorded = manifest["source"]["files"]
+    if manifest is not None:
+        # Manifests of before folding record the source's hashes alone, which the copy's were then.
+        recorded = manifest.get("files") or manifest["source"]["files"]
         changed = sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name))
         if recorded and changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

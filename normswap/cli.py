@@ -16,6 +16,7 @@ import click
 
 from normswap._version import __version__
 from normswap.errors import NormswapError, OutputError, ParityError, UsageError
+from normswap.progress import ProgressLine
 
 if TYPE_CHECKING:
     from normswap.parity import ParityReport
@@ -275,8 +276,10 @@ def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
         yield None
         return
 
+    line = ProgressLine()
+
     def draw(step: str, done: int, total: int) -> None:
-        click.echo(f"{_CLEAR}{step}: {100 * done // max(total, 1)}%", nl=False, err=True)
+        click.echo(f"{_CLEAR}{line.text(step, done, total)}", nl=False, err=True)
 
     try:
         yield draw

@@ -25,6 +25,7 @@ from normswap.opening import Progress, check_weights, open_source
 from normswap.parity import Criterion, ParityReport
 from normswap.patching import Patterns
 from normswap.plan import Plan, make_plan
+from normswap.progress import SAVING
 from normswap.quantreport import QuantReport, quant_report
 from normswap.rechecking import recheck
 from normswap.resuming import ResumableFolder
@@ -34,10 +35,8 @@ from normswap.source import Source
 from normswap.streaming import Written, write_checkpoint
 from normswap.untying import require_untied
 
-__all__ = ["SAVING", "Conversion", "convert"]
+__all__ = ["Conversion", "convert"]
 
-# The step whose progress is counted in bytes.
-SAVING = "saving"
 # What a forward takes beside the weights, as a factor of them.
 _HEADROOM = 1.3
 

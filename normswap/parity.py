@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from normswap._version import __version__
+from normswap.controls import Dropped, judge_lost
 from normswap.errors import ModelError
-from normswap.figures import Control, Criterion, Exact, LostGain, NormFigures, ParityReport, Served
+from normswap.figures import Control, Criterion, Exact, NormFigures, ParityReport, Served
 from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served
 from normswap.inputs import Inputs, Output, run
 from normswap.meter import NormMeter, NormUnderTest, trial_inputs, watching
-from normswap.spec import NormSpec
 from normswap.stats import Gap, Tokens, compare_tokens, gap, relative
 
 __all__ = ["Criterion", "Dropped", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
@@ -80,30 +80,6 @@ def measure(
         session.progress = progress or session.progress
         session.exact, session.dropped = exact, dropped
         return session.report(dtype, backend)
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A gain that was folded, to be lost on purpose.
-
-    Attributes:
-        name: of the norm.
-        spec: what it computes.
-        gain: the effective gain that it had, float64 ``(channels,)``.
-    """
-
-    name: str
-    spec: NormSpec
-    gain: torch.Tensor
-
-    def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Divide the norm's result by the gain, which leaves what it would be had the gain been dropped."""
-        factor = torch.where(self.gain.abs() > 1e-6, 1 / self.gain, 1.0).to(output.device, output.dtype)
-        if self.spec.axis == "channels":
-            factor = factor.reshape(-1, *(1,) * (output.dim() - 2))
-        elif self.spec.heads > 1 and output.shape[-1] != factor.numel():
-            factor = factor.reshape(self.spec.heads, -1)
-        return output * factor
 
 
 @dataclass
@@ -167,7 +143,8 @@ class _Session:
             served, failures, notes = judge_served(a.gaps, b.gaps, a.tokens, b.tokens, numbers, self.criterion)
             self.failures += failures
             self.notes += notes
-            served = self.judge_control(served, a)
+            control, notes = judge_lost(self.lost, a.gaps, self.criterion)
+            served, self.notes = replace(served, control=control), self.notes + notes
         return ParityReport(
             failures=self.failures,
             notes=self.notes,
@@ -187,22 +164,6 @@ class _Session:
 
     def run_exact(self, dtype: torch.dtype, reference: str) -> Exact | None:
         return self.run_converted(dtype, None, exact=reference, served=False).exact
-
-    def judge_control(self, served: Served, original: _Run) -> Served:
-        """Say what the gate makes of a gain that is lost; the first that it sees, else the one it sees best."""
-        best: LostGain | None = None
-        for name, gaps in self.lost:
-            errors = [gap.error for gap in original.gaps[: len(gaps)]]
-            ratio = (sum(gap.error for gap in gaps) / max(sum(errors), 1e-300)) ** 0.5
-            found = LostGain(name, ratio, ratio > self.criterion.ratio_max)
-            best = found if best is None or found.ratio > best.ratio else best
-            if found.detected:
-                break
-        if best is not None and not best.detected:
-            self.notes.append(
-                f"served: the gate is blind to a lost gain: without that of {best.norm} the ratio is {best.ratio:.3g}"
-            )
-        return replace(served, control=best)
 
     def float64_reference(self) -> str | None:
         try:
