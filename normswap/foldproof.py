@@ -284,7 +284,8 @@ def signature(fold: Fold) -> Signature:
             consumer.axis,
             len(consumer.pieces),
             frozenset(piece.step for piece in consumer.pieces),
-            None if consumer.bias is None else name_pattern(consumer.bias),
+            # Where no bias is moved, the one that a map has is nothing to the fold.
+            name_pattern(consumer.bias) if consumer.bias and fold.bias == "move" else None,
         )
         for consumer in fold.consumers
     )
