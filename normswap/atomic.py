@@ -161,6 +161,8 @@ def _remove_partial(out: Path) -> None:
     """Remove what an interrupted run kept to be resumed, unless a live run is at it."""
     with contextlib.suppress(OSError, ValueError):
         partial = partial_folder(out)
+        if partial.is_symlink():
+            return
         handle = claim(partial)
         shutil.rmtree(partial, ignore_errors=True)
         if handle is not None:

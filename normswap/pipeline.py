@@ -7,7 +7,6 @@ and not of their sum. All memory is taken once: fresh memory for each piece cost
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -94,23 +93,24 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def read_into(handle: int, memory: Any, offset: int) -> bool:
-    """Fill memory from an open file, from an offset on.
+def read_into(stream: Any, memory: Any, offset: int) -> bool:
+    """Fill memory from an unbuffered binary file, from an offset on.
 
     Returns:
         False where the file ends before.
     """
     view = memoryview(memory)
+    stream.seek(offset)
     while view:
-        count = os.preadv(handle, [view], offset)
+        count = stream.readinto(view)
         if not count:
             return False
-        view, offset = view[count:], offset + count
+        view = view[count:]
     return True
 
 
-def write_all(handle: int, memory: Any) -> None:
-    """Write memory to the end of an open file."""
+def write_all(stream: Any, memory: Any) -> None:
+    """Write memory to the end of an unbuffered binary file."""
     view = memoryview(memory)
     while view:
-        view = view[os.write(handle, view) :]
+        view = view[stream.write(view) :]

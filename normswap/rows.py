@@ -66,7 +66,7 @@ def _stored(file: Path, key: str, entry: Entry, dtype: torch.dtype, piece: int) 
         with file.open("rb", buffering=0) as stream:
             for begin in range(0, size, max(1, step)):
                 memory = np.empty(min(step, size - begin), np.uint8)
-                if not read_into(stream.fileno(), memory, entry.start + begin):
+                if not read_into(stream, memory, entry.start + begin):
                     raise CheckpointError(f"{entry.file} changed while it was read: {key} is cut short; run again")
                 yield torch.from_numpy(memory).view(dtype).view(shape)
     except OSError as error:

@@ -20,6 +20,7 @@ PART = ".part"
 
 # Data go to the disk this often, while the rest of the file is still in work.
 _FLUSH = 1 << 26
+_FSYNC = getattr(os, "fdatasync", os.fsync)
 
 
 class Stages:
@@ -113,13 +114,13 @@ class Sink:
 
     def _append(self, view: Any) -> None:
         try:
-            write_all(self._file.fileno(), view)
+            write_all(self._file, view)
         except OSError as error:
             raise self._refusal(error) from error
 
     def _sync(self) -> None:
         try:
-            os.fdatasync(self._file.fileno())
+            _FSYNC(self._file.fileno())
         except OSError as error:
             raise self._refusal(error) from error
 

@@ -236,6 +236,8 @@ class _Writer:
         out = slot.memory[: len(view)]
         rounded = torch.from_numpy(out).view(dtype).view(shape)
         values = segment.edit.apply(rows, start)
+        if values.shape != rows.shape:
+            raise ValueError(f"expected new values of shape {tuple(rows.shape)} for {segment.key}, got {values.shape}")
         narrow(values, rounded)
         if lost := lost_range(rounded, values):
             raise RangeLost(segment.key, lost)
@@ -296,10 +298,10 @@ class _Source:
     def __init__(self, real: Path, name: str) -> None:
         self._name = name
         try:
-            self._handle = os.open(real, os.O_RDONLY)
+            self._file = real.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"cannot read {name}: {error.strerror}") from error
-        self._state = os.fstat(self._handle)
+        self._state = os.fstat(self._file.fileno())
         self.size = self._state.st_size
         self._ahead = 0
 
@@ -307,15 +309,15 @@ class _Source:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+        self._file.close()
 
     def read(self, view: Any, offset: int) -> None:
         """Fill a buffer from an offset on, and ask the system for what comes next."""
         if hasattr(os, "posix_fadvise") and offset + _READ_AHEAD // 2 > self._ahead:
-            os.posix_fadvise(self._handle, offset, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._file.fileno(), offset, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
             self._ahead = offset + _READ_AHEAD
         try:
-            whole = read_into(self._handle, view, offset)
+            whole = read_into(self._file, view, offset)
         except OSError as error:
             raise CheckpointError(f"cannot read {self._name}: {error.strerror}") from error
         if not whole:
@@ -323,7 +325,7 @@ class _Source:
 
     def require_unchanged(self) -> None:
         """Refuse a file that was written to since it was opened."""
-        now = os.fstat(self._handle)
+        now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
             raise self._changed()
 

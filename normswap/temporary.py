@@ -44,10 +44,9 @@ def claim(folder: Path) -> int | None:
         BlockingIOError: another run holds it.
         OSError: the folder cannot be opened.
     """
-    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
     if fcntl is None:
-        os.close(handle)
         return None
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
