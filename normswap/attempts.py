@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class Attempt:
     Attributes:
         result: what was returned; None where the call failed.
         error: what the model's code raised.
-        reached: places in `Attempts.holders` of the modules that the call came by.
+        reached: places in `Attempts.watched` of the modules that the call came by.
     """
 
     result: Any
@@ -35,15 +35,19 @@ class Attempt:
 class Attempts:
     """Calls of one model.
 
+    Args:
+        model: on any device; on the meta device nothing is computed.
+        watched: the modules to be come by; None for all that hold parameters of their own.
+
     Attributes:
-        holders: the modules that hold parameters of their own.
+        watched: these modules.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watched: Sequence[nn.Module] | None = None) -> None:
         self.model = model
-        self.holders = [
-            module for module in model.modules() if next(module.parameters(recurse=False), None) is not None
-        ]
+        if watched is None:
+            watched = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+        self.watched = list(watched)
         first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
         self.dtype, self.device = first.dtype, first.device
 
@@ -70,15 +74,15 @@ class Attempts:
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.is_floating_point():
-            return value.to(self.device, self.dtype)
-        return value if self.device.type == "meta" else value.to(self.device)
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        # What is known stays known: code that looks at an image for padding finds something.
+        return value.to("cpu" if self.device.type == "meta" else self.device, dtype)
 
     @contextlib.contextmanager
     def _watched(self, reached: set[int]) -> Iterator[None]:
         handles = [
             module.register_forward_hook(lambda *_, place=place: reached.add(place))
-            for place, module in enumerate(self.holders)
+            for place, module in enumerate(self.watched)
         ]
         try:
             yield

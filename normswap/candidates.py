@@ -6,7 +6,7 @@ import heapq
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from normswap.attempts import Attempts
-from normswap.media import IMAGES, SOUNDS, VIDEOS, images, sounds, videos
+from normswap.media import IMAGES, SERIES, SOUNDS, VIDEOS, images, series, sounds, videos
 from normswap.mending import Mender
 from normswap.recipes import Draw, Fixed, Part, Pick, Recipe, Row
 from normswap.settings import Settings, embedding_size
@@ -30,10 +30,13 @@ _MEDIA: tuple[tuple[str, tuple[str, ...], Callable[..., Iterator[dict[str, Part]
     ("image", IMAGES, images),
     ("audio", SOUNDS, sounds),
     ("video", VIDEOS, videos),
+    ("series", SERIES, series),
 )
 # How often a form of inputs is tried, and how many changes are tried for what one failure said.
 _TRIES = 24
-_CHANGES = 8
+_CHANGES = 12
+# How many forms of one kind may run and come by nothing new before the rest of them are left.
+_IDLE = 2
 _LARGEST = 1 << 24
 
 
@@ -115,7 +118,7 @@ class _Search:
             if isinstance(token, int):
                 self.tokens[kind] = token
                 # Images are 1, videos 2 and sounds 3 where a model numbers them.
-                self.media[token] = (1, 3, 2)[number]
+                self.media[token] = (1, 3, 2, 4)[number]
 
     def _width(self) -> int:
         text = self.settings.sub(_TEXT_CONFIGS) or self.settings
@@ -130,39 +133,40 @@ class _Search:
         if plain is not None and not kinds:
             for rows in texts:
                 yield self.finish(plain, rows)
-        for rows in texts[:1] or [[]]:
-            waiting = [self.forms(kind, name, make, plain) for kind, name, make in kinds]
-            # First one of each kind that runs, then all that are left.
-            for once in (True, False):
-                for forms in waiting:
-                    for recipe in forms:
-                        found = self.mend(recipe, rows)
-                        if found is not None:
-                            yield self.finish(found, rows if found.text else [])
-                            if once:
-                                break
-                if once and plain is not None:
-                    yield from self.tested([plain], rows)
-            if self.done():
-                return
+        rows = texts[0] if texts else []
+        waiting = [self.forms(kind, name, make, plain) for kind, name, make in kinds]
+        # First one of each kind that runs, then all that are left.
+        for forms in waiting:
+            yield from itertools.islice(self.tested(forms, rows), 1)
         if plain is None:
             yield from self.tested(self.others(), [])
-        elif kinds and not self.seen:
-            for rows in texts[1:]:
-                yield from self.tested([plain], rows)
+        elif kinds:
+            yield from self.tested([plain], rows)
+        for forms in waiting:
+            yield from self.tested(forms, rows)
         if plain is not None:
-            yield from self.tested(self.enriched(plain), texts[0])
+            for shorter in texts if not kinds else texts[1:]:
+                if self.seen:
+                    break
+                found, _ = self.mend(plain, shorter)
+                # As it is it was yielded before.
+                if found is not None and (kinds or found is not plain):
+                    yield self.finish(found, shorter)
+            yield from self.tested(self.enriched(plain), rows)
 
     def done(self) -> bool:
-        return len(self.seen) == len(self.attempts.holders)
+        return len(self.seen) == len(self.attempts.watched)
 
-    def tested(self, recipes: Any, rows: list[torch.Tensor]) -> Iterator[Candidate]:
+    def tested(self, recipes: Iterable[Recipe], rows: list[torch.Tensor]) -> Iterator[Candidate]:
+        """Yield what runs, and comes by something new, until nothing is left or nothing more is to be hoped for."""
+        idle = 0
         for recipe in recipes:
-            if self.done():
+            if idle >= _IDLE or self.done():
                 return
-            found = self.mend(recipe, rows)
+            found, ran = self.mend(recipe, rows)
             if found is not None:
                 yield self.finish(found, rows if found.text else [])
+            idle += ran and found is None
 
     def forms(self, kind: str, name: str, make: Any, plain: Recipe | None) -> Iterator[Recipe]:
         for parts in make(name, self.names, self.settings):
@@ -204,8 +208,8 @@ class _Search:
 
     # One form of inputs.
 
-    def mend(self, recipe: Recipe, rows: list[torch.Tensor]) -> Recipe | None:
-        """Return the recipe, changed until the model runs on it and comes by something new; else None."""
+    def mend(self, recipe: Recipe, rows: list[torch.Tensor]) -> tuple[Recipe | None, bool]:
+        """Return the recipe, changed until the model runs on it and comes by something new, and whether it ran."""
         order = itertools.count()
         waiting: list[tuple[int, int, Recipe, _Failure | None]] = [(0, next(order), recipe, None)]
         asked: set[str] = set()
@@ -224,15 +228,15 @@ class _Search:
             attempt = self.attempts.forward(batch)
             if attempt.error is None:
                 if not attempt.reached - self.seen:
-                    return None
+                    return None, True
                 self.seen |= attempt.reached
-                return recipe
+                return recipe, True
             failure = _Failure(re.sub(r"\d+", "#", str(attempt.error)), len(attempt.reached))
             # A change after which the same is said at the same place was none for the better.
             if before is None or failure.said != before.said or failure.depth > before.depth:
                 for other in itertools.islice(self.mender.mended(recipe, batch, attempt.error), _CHANGES):
                     heapq.heappush(waiting, (-failure.depth, next(order), other, failure))
-        return None
+        return None, False
 
     def measured(self, kind: str, alone: Recipe) -> int:
         """How many features the model makes of what is given; 0 where it does not say."""

@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from normswap.recipes import Draw, Fixed, Part
+from normswap.recipes import Draw, Fixed, Ones, Part
 from normswap.settings import Settings
 
-__all__ = ["IMAGES", "SOUNDS", "VIDEOS", "images", "sounds", "videos"]
+__all__ = ["IMAGES", "SERIES", "SOUNDS", "VIDEOS", "images", "series", "sounds", "videos"]
 
 IMAGES = ("pixel_values", "flattened_patches", "pixel_values_images")
 VIDEOS = ("pixel_values_videos",)
+SERIES = ("past_values",)
 SOUNDS = (
     "input_features", "input_values", "audio_values", "audio_input_features", "input_audio", "audio", "spectrogram",
     "audio_features",
@@ -47,8 +48,8 @@ def images(name: str, names: Collection[str], settings: Settings) -> Iterator[di
             tiles = vision.integer("max_num_tiles", default=4) or 4
             yield {
                 name: Draw((1, 1, tiles, channels, height, width)),
-                "aspect_ratio_ids": Fixed(torch.ones(1, 1, dtype=torch.long)),
-                "aspect_ratio_mask": Fixed(torch.ones(1, 1, tiles, dtype=torch.long)),
+                "aspect_ratio_ids": Ones((1, 1)),
+                "aspect_ratio_mask": Ones((1, 1, tiles)),
             }
 
 
@@ -88,8 +89,27 @@ def sounds(name: str, names: Collection[str], settings: Settings) -> Iterator[di
         for mask in [*masks, None]:
             parts: dict[str, Part] = {name: Draw(shape)}
             if mask is not None:
-                parts[mask] = Fixed(torch.ones(1, time, dtype=torch.bool))
+                parts[mask] = Ones((1, time), torch.bool)
             yield parts
+
+
+def series(name: str, names: Collection[str], settings: Settings) -> Iterator[dict[str, Part]]:
+    """Yield forms of one series of numbers with what is known of its times, past and to come."""
+    lags = settings.value("lags_sequence")
+    past = settings.integer("context_length", default=32) or 32
+    past += max(lags) if isinstance(lags, (list, tuple)) and lags else 0
+    ahead = settings.integer("prediction_length", default=4) or 4
+    known = settings.value("num_time_features")
+    known = known if isinstance(known, int) else 0
+    wide = settings.integer("num_input_channels", "input_size", default=1) or 1
+    for more in dict.fromkeys([(), (wide,)] if "past_time_features" in names else [(wide,), ()]):
+        parts: dict[str, Part] = {name: Draw((1, past, *more))}
+        if "past_time_features" in names:
+            parts["past_time_features"] = Draw((1, past, known))
+            parts["past_observed_mask"] = Ones((1, past, *more), torch.float32)
+            parts["future_values"] = Draw((1, ahead, *more))
+            parts["future_time_features"] = Draw((1, ahead, known))
+        yield parts
 
 
 def _patches(
@@ -113,10 +133,12 @@ def _patches(
         if "spatial_shapes" in names:
             more["spatial_shapes"] = Fixed(torch.tensor([[side, side]]))
         if "pixel_attention_mask" in names:
-            more["pixel_attention_mask"] = Fixed(torch.ones(1, count, dtype=torch.long))
+            more["pixel_attention_mask"] = Ones((1, count))
         flat, square = (count, channels * area), (count, channels, patch, patch)
-        shapes = [(count, channels * depth * area)] if depth > 1 else []
+        shapes: list[tuple[int, ...]] = [(count, channels * depth * area)] if depth > 1 else []
         shapes += [flat, square, (count, channels, depth, patch, patch), (1, *flat), (1, *square)]
+        if "spatial_shapes" in names:
+            shapes = [*shapes[-2:], *shapes[:-2]]
         if name == "flattened_patches":
             shapes = [(1, count, 2 + channels * area)]
         for shape in shapes:

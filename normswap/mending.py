@@ -7,12 +7,13 @@ import itertools
 import linecache
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from normswap.recipes import Draw, Fixed, Part, Recipe, Row
+from normswap.recipes import Draw, Fixed, Ones, Part, Recipe, Row, Stacked
 from normswap.settings import Settings
 
 __all__ = ["Mender"]
@@ -32,6 +33,7 @@ _SHAPE = re.compile(r"of shape [`'\"]?\(([^)]*)\)")
 _WHOLE = re.compile(r"(^|_)(ids?|index|indices|timesteps|bbox|freq)$|position_ids|token_type")
 _LARGEST = 1 << 14
 _MOST_PLACES = 4096
+_MOST_CODEBOOKS = 64
 _OTHER_TOKENS = 6
 
 
@@ -67,6 +69,7 @@ class Mender:
         if recipe.places and re.search("token|feature|placeholder|match", said):
             yield from self._placed(recipe, numbers)
         yield from self._dimensions(recipe, said)
+        yield from self._stacked(recipe, said, numbers)
         yield from self._resized(recipe, said, numbers)
 
     def _named(self, error: Exception, said: str) -> list[str]:
@@ -88,6 +91,18 @@ class Mender:
                     if 0 < places <= _MOST_PLACES and places != count:
                         yield recipe.place(token, places)
 
+    def _stacked(self, recipe: Recipe, said: str, numbers: list[int]) -> Iterator[Recipe]:
+        """Give ids for each of several codebooks where ids do not fit into a shape."""
+        if "shape '[" not in said and "must match" not in said and "unpack" not in said:
+            return
+        for name in ("decoder_input_ids", "input_ids"):
+            part = recipe.parts.get(name)
+            if part is None or isinstance(part, Stacked):
+                continue
+            for count in numbers or [self.settings.integer("num_codebooks", "num_quantizers", default=4) or 4]:
+                if 1 < count <= _MOST_CODEBOOKS:
+                    yield from (recipe.give(**{name: Stacked(part, count, first)}) for first in (True, False))
+
     def _dimensions(self, recipe: Recipe, said: str) -> Iterator[Recipe]:
         found = re.search(r"expected (\d), got (\d)|got (\d)D|(\d)D \(unbatched\) or (\d)D", said)
         if found is None and "unpack" not in said and "imension" not in said:
@@ -103,11 +118,13 @@ class Mender:
         pairs = [(int(old), int(new)) for pattern in _WANTED for old, new in map(_pair, pattern.finditer(said))]
         for old, new in dict.fromkeys([*pairs, *itertools.permutations(numbers, 2)]):
             for name, part in recipe.parts.items():
-                if isinstance(part, Draw) and old > 1 and old in part.shape and 0 < new <= _LARGEST and old != new:
+                if not isinstance(part, (Draw, Ones)) or not 0 < new <= _LARGEST:
+                    continue
+                if old > 1 and old in part.shape and old != new:
                     shape = list(part.shape)
                     at = len(shape) - 1 - shape[::-1].index(old)
                     shape[at] = new
-                    yield recipe.give(**{name: Draw(tuple(shape))})
+                    yield recipe.give(**{name: replace(part, shape=tuple(shape))})
 
     def fill(self, name: str, recipe: Recipe) -> Part | None:
         """Return what to give under an argument's name; None where nothing is known of it.
@@ -121,9 +138,11 @@ class Mender:
             return recipe.parts[name.removeprefix("decoder_")]
         documented = self._documented(name)
         if "mask" in name and "encoder" not in name and documented is None:
-            return _ones if recipe.text and time is None else Fixed(torch.ones(1, time or 1, dtype=torch.bool))
+            return _ones if recipe.text and time is None else Ones((1, time or 1), torch.bool)
         if re.search(r"(lens|lengths)$", name) and time is not None:
             return Fixed(torch.tensor([time]))
+        if name.endswith("sizes"):
+            return Ones((1,))
         if documented is not None:
             return documented
         if re.search(r"grid_thw$", name):

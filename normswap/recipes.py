@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Draw", "Fixed", "Part", "Pick", "Recipe", "Row"]
+__all__ = ["Draw", "Fixed", "Ones", "Part", "Pick", "Recipe", "Row", "Stacked"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ class Pick:
 
 
 @dataclass(frozen=True)
+class Ones:
+    """Ones in this shape: a mask that hides nothing, or the smallest of sizes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.long
+
+    def __call__(self, row: Row) -> torch.Tensor:
+        return torch.ones(self.shape, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
 class Fixed:
     """A value that is the same in each batch."""
 
@@ -59,6 +70,19 @@ class Fixed:
 
 
 Part = Callable[[Row], Any]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Ids of several codebooks: another part's (1, n) ids as (count, n), or as (1, n, count)."""
+
+    part: Part
+    count: int
+    first: bool
+
+    def __call__(self, row: Row) -> torch.Tensor:
+        ids: torch.Tensor = self.part(row)
+        return ids.repeat(self.count, 1) if self.first else ids[..., None].repeat(1, 1, self.count)
 
 
 @dataclass(frozen=True)
@@ -98,11 +122,11 @@ class Recipe:
             media: the number of its medium for each token id in `places`.
             generator: of what is drawn.
         """
-        ids, marks = text, None
+        row = Row(None, None, generator)
         if text is not None:
-            marks = torch.zeros_like(text)
+            ids, marks = text, torch.zeros_like(text)
             for token, count in self.places.items():
                 ids = torch.cat([ids[:, :1], torch.full((1, count), token), ids[:, 1:]], 1)
                 marks = torch.cat([marks[:, :1], torch.full((1, count), media[token]), marks[:, 1:]], 1)
-        row = Row(ids, marks, generator)
+            row = Row(ids, marks, generator)
         return {name: part(row) for name, part in self.parts.items()}
