@@ -1,0 +1,230 @@
+"""From a checkpoint to a folded one: what is written, what plain transformers makes of it, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import disturb_norms, saved, tiny_bert, tiny_llama
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+import normswap
+from normswap.errors import CheckpointError, ModelError, NothingToPatchError, ParityError, UsageError
+
+pytestmark = pytest.mark.core
+
+
+def logits(model: PreTrainedModel | Path) -> torch.Tensor:
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(input_ids=ids).logits.double()
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+    return disturb_norms(GPT2LMHeadModel(config))
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return saved(tiny_llama(), tmp_path / "llama")
+
+
+def test_every_gain_goes_into_what_reads_it(llama: Path, tmp_path: Path) -> None:
+    done = normswap.convert(llama, tmp_path / "out", fold=True)
+    assert done.folds is not None and done.report is not None and done.report.passed
+    assert len(done.folds.folds) == 5 and done.folds.refusals == ()
+    before, after = (load_file(path / "model.safetensors") for path in (llama, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        if "norm" in name:
+            assert torch.equal(after[name], torch.ones_like(tensor)), name
+        elif any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")):
+            assert not torch.equal(after[name], tensor), name
+        else:
+            assert torch.equal(after[name], tensor), name
+    gain = before["model.layers.1.post_attention_layernorm.weight"].double()
+    weight = before["model.layers.1.mlp.up_proj.weight"].double()
+    assert torch.equal(after["model.layers.1.mlp.up_proj.weight"], (weight * gain).float())
+    assert distance(logits(llama), logits(tmp_path / "out")) < 1e-6
+
+
+def test_a_lost_gain_would_show(llama: Path, tmp_path: Path) -> None:
+    normswap.convert(llama, tmp_path / "out", fold=True)
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"] = load_file(llama / "model.safetensors")[
+        "model.layers.0.mlp.up_proj.weight"
+    ]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert distance(logits(llama), logits(tmp_path / "out")) > 1e-2
+    report = normswap.verify(tmp_path / "out")
+    assert not report.passed
+    assert any(f"{name} is not what folding" in failure for failure in report.failures)
+
+
+def test_the_manifest_says_what_was_folded_and_verify_checks_it(llama: Path, tmp_path: Path) -> None:
+    normswap.convert(llama, tmp_path / "out", fold=True)
+    manifest = json.loads((tmp_path / "out" / "normswap.json").read_text())
+    fold = next(entry for entry in manifest["folds"] if entry["name"] == "model.norm")
+    assert fold["consumers"] == [{"parameter": "lm_head.weight", "axis": 1, "bias": None, "pieces": [[0, 32, 0, 1]]}]
+    assert fold["algebra_error"] < 1e-12
+    assert manifest["files"] != manifest["source"]["files"]
+    report = normswap.verify(tmp_path / "out")
+    assert report.passed and report.notes == []
+    assert isinstance(normswap.load(tmp_path / "out"), PreTrainedModel)
+
+
+def test_a_tied_head_is_left_or_untied(tmp_path: Path) -> None:
+    source = saved(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")
+    skipped = normswap.convert(source, tmp_path / "skipped", fold=True)
+    assert skipped.folds is not None and len(skipped.folds.folds) == 4
+    assert "lm_head.weight" not in load_file(tmp_path / "skipped" / "model.safetensors")
+    assert [fold.name for fold in skipped.folds.refusals] == ["model.norm"] and skipped.folds.refusals[0].untie
+    untied = normswap.convert(source, tmp_path / "untied", fold=True, tied="untie")
+    assert untied.folds is not None and len(untied.folds.folds) == 5
+    tensors = load_file(tmp_path / "untied" / "model.safetensors")
+    assert torch.equal(
+        tensors["model.embed_tokens.weight"], load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    )
+    assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "untied" / "config.json").read_text())["tie_word_embeddings"] is False
+    for folder in ("skipped", "untied"):
+        assert distance(logits(source), logits(tmp_path / folder)) < 1e-6
+    assert normswap.verify(tmp_path / "untied").passed
+
+
+def test_biases_of_a_layer_norm_move_where_they_have_a_home(tmp_path: Path) -> None:
+    source = saved(tiny_gpt2(), tmp_path / "source")
+    done = normswap.convert(source, tmp_path / "out", fold=True)
+    assert done.folds is not None and done.report is not None and done.report.passed
+    assert [fold.bias for fold in done.folds.folds] == ["move"] * 4
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert not tensors["transformer.h.0.ln_1.bias"].any()
+    assert distance(logits(source), logits(tmp_path / "out")) < 1e-6
+
+
+def test_a_norm_after_the_sum_folds_only_where_the_stream_ends(tmp_path: Path) -> None:
+    source = saved(tiny_bert(), tmp_path / "bert")
+    last = "bert.encoder.layer.1.output.LayerNorm"
+    done = normswap.convert(source, tmp_path / "out", fold=True)
+    assert done.folds is not None and done.report is not None and done.report.passed
+    assert {fold.name: fold.parameters for fold in done.folds.folds} == {
+        last: ("cls.predictions.transform.dense.weight",)
+    }
+    with pytest.raises(NothingToPatchError, match=r"no gain of .* can be folded.*it is added to something else"):
+        normswap.convert(source, tmp_path / "none", fold=True, exclude=last)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "out"]
+
+
+def test_a_model_in_memory_folds_in_place(llama: Path) -> None:
+    model = tiny_llama()
+    expected = logits(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert normswap.fold(model) is model
+    assert model.model.layers[0].mlp.up_proj.weight is weight
+    assert all(bool((norm.weight == 1).all()) for norm in (model.model.norm, model.model.layers[0].input_layernorm))
+    assert distance(expected, logits(model)) < 1e-6
+    swapped = normswap.patch(tiny_llama())
+    normswap.fold(swapped)
+    assert distance(expected, logits(swapped)) < 1e-6
+    assert torch.equal(swapped.lm_head.weight, model.lm_head.weight)
+
+
+def test_quantized_weights_are_refused_with_the_reason(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"is quantized .*fp8.* folded into quantized weights"):
+        normswap.convert(llama, tmp_path / "out", fold=True, verify=False)
+    with pytest.raises(ModelError, match="quantized"):
+        normswap.inspect(llama, fold=True)
+
+
+def test_layers_that_the_class_does_not_load_leave_the_final_norm_alone(llama: Path, tmp_path: Path) -> None:
+    file = llama / "model.safetensors"
+    extra = {"model.layers.2.mtp.eh_proj.weight": torch.randn(32, 64)}
+    save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
+    done = normswap.convert(llama, tmp_path / "out", fold=True)
+    assert done.folds is not None
+    left = {fold.name: fold.reason for fold in done.folds.refusals}
+    assert list(left) == ["model.norm"] and "mtp.eh_proj" in left["model.norm"]
+    kept = load_file(tmp_path / "out" / "model.safetensors")["model.layers.2.mtp.eh_proj.weight"]
+    assert torch.equal(kept, extra["model.layers.2.mtp.eh_proj.weight"])
+    asked = normswap.convert(llama, tmp_path / "asked", fold=True, include=["*norm*", "model.norm"])
+    assert asked.folds is not None and asked.folds.refusals == ()
+
+
+def test_a_gain_that_leaves_the_range_of_half_precision_is_left_alone(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.fill_(60000.0)
+        model.model.layers[0].self_attn.q_proj.weight.fill_(2.0)
+    source = saved(model.half(), tmp_path / "source")
+    done = normswap.convert(source, tmp_path / "out", fold=True, verify=False)
+    assert done.folds is not None
+    left = {fold.name: fold.reason for fold in done.folds.refusals}
+    assert list(left) == ["model.layers.0.input_layernorm"] and "range" in left["model.layers.0.input_layernorm"]
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    for name in ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj"):
+        assert torch.equal(before[f"model.layers.0.{name}.weight"], after[f"model.layers.0.{name}.weight"])
+
+
+def test_a_fault_in_what_was_written_saves_nothing(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from normswap import converting
+
+    write = converting.write_checkpoint
+
+    def spoil(checkpoint: object, folder: Path, **options: object) -> object:
+        written = write(checkpoint, folder, **options)  # type: ignore[arg-type]
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"][:, 3] *= 3
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return written
+
+    monkeypatch.setattr(converting, "write_checkpoint", spoil)
+    with pytest.raises(ParityError, match="served: ratio"):
+        normswap.convert(llama, tmp_path / "out", fold=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+
+
+def test_options_of_folding_need_it(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="add --fold"):
+        normswap.convert(llama, tmp_path / "out", tied="untie")
+    with pytest.raises(UsageError, match="add --fold"):
+        normswap.convert(llama, tmp_path / "out", quant_report=True)
+
+
+def test_the_quantization_report_comes_along(llama: Path, tmp_path: Path) -> None:
+    done = normswap.convert(llama, tmp_path / "out", fold=True, quant_report=True, verify=False)
+    assert done.quantization is not None
+    data = done.quantization.to_dict()
+    assert set(data["consumers"]) == {name for fold in done.folds.folds for name in fold.parameters}  # type: ignore[union-attr]
+    assert all(data["total"][kind]["after"] > 0 for kind in ("int8", "int4", "fp8"))
+
+
+def test_inspect_says_from_the_config_alone_what_would_be_folded(llama: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(llama / "config.json", alone)
+    found = normswap.inspect(alone, fold=True)
+    entries = {norm["name"]: norm["fold"] for norm in found.to_dict()["norms"]}
+    assert entries["model.norm"] == {
+        "action": "fold", "reason": "", "consumers": ["lm_head.weight"], "untie": False, "bias": "none",
+    }  # fmt: skip
+    assert "5 of 5 gains to fold into 11 weights" in repr(found)
+    with pytest.raises(CheckpointError):
+        normswap.inspect(tmp_path / "nowhere", fold=True)
