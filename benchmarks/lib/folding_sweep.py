@@ -52,6 +52,8 @@ class Trial:
         self.dtype = dtype
         self.batches = list(several(widened(inputs, dtype)))
         self.expected = [results(self.model, batch) for batch in self.batches]
+        if any(bool(tensor.isnan().any()) for expected in self.expected for tensor in expected):
+            raise ValueError("its output is not a number, and proves nothing")
 
     def error(self, folds: Sequence[Fold]) -> float:
         """Fold by hand and return the largest relative change of any output."""
