@@ -88,7 +88,8 @@ def test_a_folded_checkpoint_is_quantized_and_generates(name: str, tiny: Path) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_cores")
-@pytest.mark.parametrize("name", QUANTIZERS)
+# W4A16 has groups of 128 columns, which SmolLM2's 576 are no multiple of.
+@pytest.mark.parametrize("name", ["torchao", "W8A8"])
 def test_a_folded_smollm2_is_quantized_and_still_writes(name: str, smollm2: Path, folded_smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     ids = tokenizer("The three states of matter are", return_tensors="pt").input_ids
