@@ -38,6 +38,7 @@ _INDICES = re.compile(r"(ind(ex|ic|exe)e?s|idxs?|ids|layers)$")
 _LEAST_WIDTH = 8
 _SMALLEST_EXPERTS = 4
 _TINY = 16
+_LEAST_PATCHES = 16
 _MOST_CHOSEN = 16
 _MOST_PLACES = 128
 
@@ -54,7 +55,7 @@ class Recipe:
         width: about what the widest hidden state becomes; None keeps every width.
         layers: the most layers that a tower keeps; None keeps all.
         heads: whether there are fewer heads, and narrower ones, or all are kept, or all are as wide as they were.
-        vocabulary: the most token ids; None keeps all, and all positions of sounds.
+        vocabulary: the most token ids; None keeps all, and the sizes of images and sounds too.
         experts: whether there are fewer experts.
     """
 
@@ -142,6 +143,15 @@ def _counts(part: Any) -> set[int]:
     return {v for k, v in vars(part).items() if type(v) is int and v > 0 and _LAYERS.search(k)}
 
 
+def _sections(table: dict[Any, Any]) -> Iterator[int]:
+    """Yield how many frequencies belong to each kind of position."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _sections(value)
+        elif "section" in str(name) and isinstance(value, (list, tuple)):
+            yield from value
+
+
 class _Reducer:
     def __init__(self, part: Any, recipe: Recipe, factor: int) -> None:
         self.part, self.recipe, self.factor = part, recipe, factor
@@ -153,6 +163,7 @@ class _Reducer:
         heads = [v for k, v in _numbers(self.part) if _HEADS.search(k) and v > 1]
         widths = [v for k, v in _numbers(self.part) if _HEAD_WIDTH.search(k)]
         hidden = [v for k, v in _numbers(self.part) if _HIDDEN.search(k)]
+        sections = [v for value in vars(self.part).values() if isinstance(value, dict) for v in _sections(value)]
         if heads and not widths and len(hidden) == 1 and hidden[0] % max(heads) == 0:
             widths = [hidden[0] // max(heads)]
         for least in (2, 1):
@@ -160,7 +171,8 @@ class _Reducer:
             while fewer >= (self.factor if self.recipe.heads == "wide" else 1):
                 narrower = self.factor // fewer
                 kept = all(v % fewer == 0 and v // fewer >= least for v in heads)
-                if kept and all(v % (2 * narrower) == 0 and v // narrower >= 4 for v in widths):
+                even = all(v % (2 * narrower) == 0 and v // narrower >= 4 for v in widths)
+                if kept and even and all(v % narrower == 0 for v in sections):
                     return fewer, narrower
                 fewer //= 2
         if not heads and not widths:
@@ -196,7 +208,16 @@ class _Reducer:
             return _MOST_CHOSEN
         if _PLACES.search(name) and self.recipe.vocabulary is not None:
             return min(value, _MOST_PLACES)
+        if name in ("image_size", "img_size") and self.recipe.vocabulary is not None:
+            return self._image(value)
         return self._divided(name, value)
+
+    def _image(self, value: int) -> int:
+        """Give a large image fewer patches, in an even ratio."""
+        patch = getattr(self.part, "patch_size", None)
+        while type(patch) is int and value % (2 * patch) == 0 and value // patch > 2 * _LEAST_PATCHES:
+            value //= 2
+        return value
 
     def _divided(self, name: str, value: int) -> int:
         if self.factor == 1:
@@ -240,9 +261,7 @@ class _Reducer:
             if isinstance(value, dict):
                 value = self._table(value)
             elif isinstance(value, (list, tuple)) and value and self.narrower > 1:
-                if all(type(entry) is int for entry in value) and "section" in str(name):
-                    if any(entry % self.narrower for entry in value):
-                        raise Unfit(f"its {name} {list(value)} does not divide by {self.narrower}")
+                if "section" in str(name):
                     value = type(value)(entry // self.narrower for entry in value)
                 elif "factor" in str(name) and len(value) % self.narrower == 0:
                     value = type(value)(value[: len(value) // self.narrower])

@@ -31,6 +31,7 @@ _LARGEST = 60_000_000
 _LENGTH = 40
 _SEQUENCES = 2
 _MOST_NOT_RUN = 2
+_MOST_FAILURES = 3
 
 Structure = frozenset[tuple[str, frozenset[Any]]]
 
@@ -133,13 +134,16 @@ def _matching(cls: type[nn.Module], config: Any, wanted: Structure, problems: li
         failures = 0
         for layers in counts[enough:]:
             tried = replace(recipe, layers=layers)
+            # Code that refuses a few of its layers may still take them all.
+            if failures > _MOST_FAILURES and layers != counts[-1]:
+                continue
             try:
                 candidate = _build(cls, reduce(config, tried), torch.device("meta"))
             except (Unfit, ModelError) as error:
                 problems.append(str(error))
                 failures += 1
                 # What does not divide with few layers does not with more.
-                if isinstance(error, Unfit) or failures > 3:
+                if isinstance(error, Unfit):
                     break
                 continue
             if sum(parameter.numel() for parameter in candidate.parameters()) > _LARGEST:
