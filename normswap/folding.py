@@ -27,6 +27,8 @@ _TOKENS = 8
 # What is run with random weights where no forward without values succeeds.
 _MOST_PARAMETERS = 100_000_000
 _SMALL = 1 << 20
+# What leaves a row as it is when nothing is trained.
+_PASSING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def make_fold_plan(model: nn.Module, plan: Plan, *, tied: Tied = "skip") -> FoldPlan:
@@ -48,15 +50,20 @@ def make_fold_plan(model: nn.Module, plan: Plan, *, tied: Tied = "skip") -> Fold
     """
     norms = {decision.name: decision.spec for decision in plan.decisions if _is_norm(decision)}
     readings = _read(model, norms)
-    shared = _shared_gains(model, norms)
-    return FoldPlan(tuple(_decide(decision, readings.get(decision.name), shared, tied) for decision in plan.decisions))
+    hindrances = {**_shared_gains(model, norms), **_followed(model, norms)}
+    return FoldPlan(
+        tuple(
+            _decide(decision, readings.get(decision.name), hindrances.get(decision.name, ""), tied)
+            for decision in plan.decisions
+        )
+    )
 
 
 def _is_norm(decision: Decision) -> bool:
     return decision.spec is not None or decision.of_rows
 
 
-def _decide(decision: Decision, reading: Reading | None, shared: Mapping[str, str], tied: Tied) -> Fold:
+def _decide(decision: Decision, reading: Reading | None, hindrance: str, tied: Tied) -> Fold:
     spec = decision.spec
     consumers = () if reading is None else reading.consumers
     untie = reading is not None and bool(reading.looked_up)
@@ -70,8 +77,8 @@ def _decide(decision: Decision, reading: Reading | None, shared: Mapping[str, st
         return refuse("it has no gain, so there is nothing to fold")
     if spec.gain_position == "before":
         return refuse("its gain is applied before the row is normalised")
-    if decision.name in shared:
-        return refuse(f"its gain is shared with {shared[decision.name]}")
+    if hindrance:
+        return refuse(hindrance)
     if not reading.reached:
         return refuse("no forward that was tried comes by it")
     if reading.blockers:
@@ -84,23 +91,35 @@ def _decide(decision: Decision, reading: Reading | None, shared: Mapping[str, st
     if not spec.bias:
         bias: Literal["none", "move", "keep"] = "none"
     else:
-        bias = "move" if reading.plain and all(consumer.bias for consumer in consumers) else "keep"
+        moves = reading.plain and spec.gate is None and all(consumer.bias for consumer in consumers)
+        bias = "move" if moves else "keep"
     return Fold(decision.name, "fold", "", consumers, untie, bias, spec)
 
 
 def _shared_gains(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, str]:
-    """Return the norms whose gain is another norm's as well, with the name of one such."""
+    """Return the norms whose gain is another norm's as well, and the reason against folding it."""
     holders: dict[int, list[str]] = {}
     for name, spec in norms.items():
         if spec is not None and spec.gain_name is not None:
             gain = getattr(model.get_submodule(name), spec.gain_name)
             holders.setdefault(id(gain), []).append(name)
     return {
-        name: next(other for other in names if other != name)
+        name: f"its gain is shared with {next(other for other in names if other != name)}"
         for names in holders.values()
         if len(names) > 1
         for name in names
     }
+
+
+def _followed(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, str]:
+    """Return the norms that apply something to their result which a gain does not pass through."""
+    found = {}
+    for name, spec in norms.items():
+        for child in () if spec is None else spec.then:
+            module = model.get_submodule(name).get_submodule(child)
+            if not isinstance(module, _PASSING):
+                found[name] = f"it applies {type(module).__name__} to its result"
+    return found
 
 
 def _read(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, Reading]:

@@ -53,11 +53,13 @@ class Contraction:
         left: the first tensor, and the dimension of it that is summed over.
         right: the second, likewise.
         bias: what is added to the product, if anything.
+        plain: whether a row that is the same everywhere gives the same product everywhere, and with one column each.
     """
 
     left: tuple[torch.Tensor, int]
     right: tuple[torch.Tensor, int]
     bias: torch.Tensor | None = None
+    plain: bool = True
 
 
 def contraction(name: str, args: Sequence[Any]) -> Contraction | None:
@@ -80,7 +82,7 @@ def contraction(name: str, args: Sequence[Any]) -> Contraction | None:
         left, right = args[0], args[1]
         return Contraction((left, left.dim() - 1), (right, right.dim() - 1), args[2] if len(args) > 2 else None)
     if name == "convolution" and args[8] == 1 and not args[6]:
-        return Contraction((args[0], 1), (args[1], 1), args[2])
+        return Contraction((args[0], 1), (args[1], 1), args[2], plain=False)
     return None
 
 

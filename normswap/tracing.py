@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from normswap import unreal
-from normswap.marks import Blocked, Contraction, Mark, apply_op, contraction
+from normswap.marks import ZERO, Blocked, Contraction, Mark, apply_op, contraction
 from normswap.spec import NormSpec
 from normswap.weights import Region, Weights
 from normswap.wrapping import original_class
@@ -241,9 +241,13 @@ class Tracer(TorchDispatchMode):
             region = self.weights.find(other)
             if region is None or _mark_of(product.bias) is not None:
                 return False
-            if not bool((rows == rows[:1]).all()):
+            # Rows of zeros, as a padding gives them, fit any column.
+            codes = rows.amax(0)
+            same, zero = rows == codes, rows == ZERO
+            if not bool((same | zero).all()):
                 return False
-            return self._consume(region, other_dim, rows[0], mark, product.bias, result)
+            plain = mark.plain and product.plain and bool(same.all())
+            return self._consume(region, other_dim, codes, plain, product.bias, result)
         return False
 
     def _mix(self, product: Contraction, tensor: torch.Tensor, mark: Mark, dim: int, result: torch.Tensor) -> bool:
@@ -259,7 +263,7 @@ class Tracer(TorchDispatchMode):
         return True
 
     def _consume(
-        self, region: Region, dim: int, codes: torch.Tensor, mark: Mark, bias: torch.Tensor | None, result: Any
+        self, region: Region, dim: int, codes: torch.Tensor, plain: bool, bias: torch.Tensor | None, result: Any
     ) -> bool:
         axis, positions = region.positions(dim)
         parameter = region.parameter
@@ -283,7 +287,7 @@ class Tracer(TorchDispatchMode):
             result._normswap_product = read  # type: ignore[attr-defined]
         if owner is not None and self.inside == 0:
             self.others.setdefault(id(owner), {})[bias_words(read)] = None
-        if not mark.plain:
+        if not plain:
             for norm in self.norms_of(codes):
                 norm.plain = False
         return True
