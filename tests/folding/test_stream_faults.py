@@ -175,3 +175,20 @@ def test_a_factor_of_zero_loses_no_range(tmp_path: Path) -> None:
     save_file({"up.weight": torch.tensor([[1.0, -2.0]]).half()}, tmp_path / "in" / "model.safetensors")
     written(tmp_path / "in", tmp_path / "out", edits={"up.weight": Scaled(torch.zeros(2))})
     assert load_file(tmp_path / "out" / "model.safetensors")["up.weight"].tolist() == [[0.0, -0.0]]
+
+
+def test_a_stale_file_in_the_target_that_would_be_loaded_is_told(sharded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    save_file({"model.norm.weight": torch.zeros(32)}, out / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the checkpoint written to .*out is wrong: expected model-00001-of-"):
+        write_checkpoint(check_source(sharded), out)
+
+
+def test_new_values_of_another_shape_are_no_edit(sharded: Path, tmp_path: Path) -> None:
+    class Summed:
+        def apply(self, rows: torch.Tensor, start: int) -> torch.Tensor:
+            return rows.double().sum(1, keepdim=True)
+
+    with pytest.raises(ValueError, match=r"expected new values of shape \(64, 32\) for lm_head\.weight, got"):
+        written(sharded, tmp_path / "out", edits={"lm_head.weight": Summed()})
