@@ -277,7 +277,11 @@ def _untied(model: nn.Module, folds: Iterable[Fold]) -> Iterator[None]:
 
 
 def signature(fold: Fold) -> Signature:
-    """Return what a fold of a large model and one of its twin must have in common: all but sizes and numbers."""
+    """Return what a fold of a large model and one of its twin must have in common: all but sizes and numbers.
+
+    Where no bias moves it does not matter whether the consumers have one.
+    """
+    moves = fold.bias == "move"
     consumers = frozenset(
         (
             name_pattern(consumer.parameter),
