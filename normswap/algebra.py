@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ __all__ = ["BOUND", "Algebra", "Columns", "Figure"]
 BOUND = 1e-12
 """What the relative error of a norm may be; float64 leaves some 1e-16 of each sum."""
 
-_SAMPLES = 2
+_SAMPLES = 1
 
 
 @dataclass
@@ -214,11 +213,15 @@ def _window_of(
 
 def _some(shape: Sequence[int], axis: int | None, seed: str) -> list[tuple[int | slice, ...]]:
     """Choose a few outputs of a weight: an index that leaves only its columns."""
-    draw = random.Random(zlib.crc32(seed.encode()))
-    return [
-        tuple(slice(None) if at == axis else draw.randrange(size) for at, size in enumerate(shape))
-        for _ in range(_SAMPLES)
-    ]
+    outputs = []
+    for number in range(_SAMPLES):
+        drawn = zlib.crc32(f"{seed}:{number}".encode())
+        output: list[int | slice] = []
+        for at, size in enumerate(shape):
+            output.append(slice(None) if at == axis else drawn % size)
+            drawn //= size
+        outputs.append(tuple(output))
+    return outputs
 
 
 def _generator(name: str) -> torch.Generator:

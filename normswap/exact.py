@@ -10,6 +10,8 @@ from normswap.bits import as_bits
 __all__ = ["Fit", "significant_bits"]
 
 _TOTAL = 24
+# Values at a time, few enough for what lies between two steps to need no fresh memory.
+_BLOCK = 1 << 15
 _BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float8_e4m3fn: 4, torch.float8_e5m2: 3}
 # Factors within these powers of two cannot take a product with any float16 out of float32's range.
 _SMALLEST, _LARGEST = 2.0**-100, 2.0**100
@@ -58,8 +60,9 @@ def significant_bits(values: torch.Tensor) -> int:
 def _least_magnitude(weights: torch.Tensor) -> float:
     """Return the smallest magnitude of bfloat16 values that is not zero; infinity where all are."""
     bits = as_bits(weights).view(np.uint16)
+    blocks = (bits[start : start + _BLOCK] for start in range(0, len(bits), _BLOCK))
     # Without the sign, zero becomes the largest of all.
-    least = int(((bits << 1) - np.uint16(2)).min(initial=0xFFFE))
+    least = min((int(((block << 1) - np.uint16(2)).min()) for block in blocks), default=0xFFFE)
     if least == 0xFFFE:
         return float("inf")
     return float(np.array([(least + 2) // 2 << 16], np.uint32).view(np.float32)[0])

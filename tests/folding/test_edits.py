@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from normswap.algebra import BOUND
+from normswap.algebra import BOUND, Figure
 from normswap.edits import Edits, make_edits, unstorable
 from normswap.errors import ModelError
 from normswap.exact import Fit
@@ -257,6 +257,7 @@ def test_a_gain_that_would_be_dropped_without_notice_fails_the_control(tmp_path:
     figure.add(float("nan"), 1.0)
     figure.add(0.0, 1.0)
     assert not figure.passed
+    assert not Figure("seen by nothing", control=1.0).passed
 
 
 @pytest.mark.parametrize(

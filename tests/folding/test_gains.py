@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -114,7 +115,8 @@ def test_what_is_stored_is_the_product_rounded_once(case: dict[str, Any]) -> Non
     gain = norm.weight.detach().double().numpy() + (case["form"] == "1+w")
     shift = None if norm.bias is None else norm.bias.detach().double().numpy().copy()
 
-    assert fold_(subject, plan) is subject
+    with mock.patch("normswap.gains._PIECE", 3):
+        assert fold_(subject, plan) is subject
 
     expected, moved, size = old.copy(), old_bias.copy(), abs(old_bias)
     for index in np.ndindex(*old.shape):
@@ -263,6 +265,12 @@ def test_columns_of_two_norms_are_refused(action: Any) -> None:
     found = check_fold(subject, plan_of(fold("one", whole("reader")), other))
     assert found["one"] == "reader.weight reads other too, and not with other columns"
     assert ("other" in found) == (action == "fold")
+
+
+def test_one_weight_along_two_axes_is_refused() -> None:
+    subject = model(one=Norm(), other=Norm(), reader=Map(WIDTH, WIDTH))
+    plan = plan_of(fold("one", whole("reader", 1)), fold("other", whole("reader", 0)))
+    assert set(check_fold(subject, plan)) == {"one", "other"}
 
 
 @pytest.mark.parametrize(
