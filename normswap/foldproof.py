@@ -281,12 +281,11 @@ def signature(fold: Fold) -> Signature:
 
     Where no bias moves it does not matter whether the consumers have one.
     """
-    moves = fold.bias == "move"
     consumers = frozenset(
         (
             name_pattern(consumer.parameter),
             consumer.axis,
-            len(consumer.pieces),
+            min(len(consumer.pieces), 2),
             frozenset(piece.step for piece in consumer.pieces),
             # Where no bias is moved, the one that a map has is nothing to the fold.
             name_pattern(consumer.bias) if consumer.bias and fold.bias == "move" else None,
@@ -352,7 +351,7 @@ def prove_by_twin(
 def _proved_in(
     twin: Twin, make_fold_plan: Callable[..., FoldPlan], tied: str, seed: int, refused: dict[str, str]
 ) -> list[tuple[Signature, str]]:
-    plan = make_fold_plan(twin.model, twin.plan, tied=tied)
+    plan = twin.fold_plan(make_fold_plan, tied)
     refused |= {fold.pattern: fold.reason for fold in plan.refusals}
     reasons = prove(twin.model, plan, twin.batches, seed=seed)
     return [(signature(fold), reasons.get(fold.name, "")) for fold in plan.folds]

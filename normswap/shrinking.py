@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ class Twin:
         plan: what `normswap.plan.make_plan` says of it.
         dtype: float64, or float32 where its code does not run in float64.
         recipe: how its configuration was made smaller; None for the model's own configuration.
+        experts: how its class computes experts by itself, where the twin loops over them instead; else None.
     """
 
     model: nn.Module
@@ -53,6 +54,23 @@ class Twin:
     plan: Plan
     dtype: torch.dtype
     recipe: Recipe | None
+    experts: str | None = None
+
+    def fold_plan(self, make_fold_plan: Callable[..., Any], tied: str) -> Any:
+        """Call `make_fold_plan` on the twin as its class computes by itself, in the dtype that it does so in.
+
+        Args:
+            make_fold_plan: called with the model, its plan and ``tied``.
+            tied: handed on.
+        """
+        if self.experts is None:
+            return make_fold_plan(self.model, self.plan, tied=tied)
+        # Its values are those of float32 numbers, so that nothing is lost.
+        _set_experts(self.model.float(), self.experts)
+        try:
+            return make_fold_plan(self.model, self.plan, tied=tied)
+        finally:
+            _set_experts(self.model.double(), "eager")
 
 
 def small_twin(model: nn.Module, config: Any = None, *, seed: int = 0) -> Twin:
@@ -178,25 +196,29 @@ def build_twin(cls: type[nn.Module], config: Any, recipe: Recipe | None, *, seed
             plan = make_plan(model)
         _randomise(model, plan, seed)
         batches = _batches(model, small, plan, seed)
-        return Twin(model, batches, plan, _widen(model, batches), recipe)
+        usual = getattr(getattr(model, "config", None), "_experts_implementation", None)
+        dtype, loops = _widen(model, batches, usual)
+        return Twin(model, batches, plan, dtype, recipe, usual if loops else None)
 
 
-def _widen(model: nn.Module, batches: Iterable[dict[str, Any]]) -> torch.dtype:
-    """Convert a model to float64, where it runs in it."""
-    for loop in (False, True):
+def _widen(model: nn.Module, batches: Iterable[dict[str, Any]], experts: str | None) -> tuple[torch.dtype, bool]:
+    """Convert a model to float64, where it runs in it, if need be with a loop over its experts."""
+    # Grouped products of experts are not there in float64; a loop over them computes the same.
+    for loop in (False, True) if experts not in (None, "eager") else (False,):
+        if loop:
+            _set_experts(model, "eager")
         model.double()
-        # Grouped products of experts are not there in float64; a loop over them computes the same.
-        if loop and not _loop_over_experts(model):
-            break
         try:
             with quiet():
                 for batch in batches:
                     run(model, batch, torch.float64, "cpu")
         except ModelError:
             continue
-        return torch.float64
+        return torch.float64, loop
     model.float()
-    return torch.float32
+    if experts is not None:
+        _set_experts(model, experts)
+    return torch.float32, False
 
 
 def _batches(model: nn.Module, config: Any, plan: Plan, seed: int) -> tuple[dict[str, Any], ...]:
@@ -233,13 +255,11 @@ def _batches(model: nn.Module, config: Any, plan: Plan, seed: int) -> tuple[dict
     return tuple(batches)
 
 
-def _loop_over_experts(model: nn.Module) -> bool:
+def _set_experts(model: nn.Module, experts: str) -> None:
     change = getattr(model, "set_experts_implementation", None)
-    if change is None:
-        return False
-    with quiet():
-        change("eager")
-    return True
+    if change is not None:
+        with quiet():
+            change(experts)
 
 
 def _build(cls: type[nn.Module], config: Any, device: torch.device) -> nn.Module:
