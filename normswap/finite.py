@@ -114,8 +114,12 @@ def check_finite(checkpoint: Checkpoint, parameters: Collection[str] | None = No
         entries = {
             key: entry for key, entry in checkpoint.tensors.items() if entry.file == name and entry.dtype in FLOATS
         }
-        pieces = _safetensors_pieces if checkpoint.format == "safetensors" else pickle_pieces
-        for key, piece in pieces(follow(checkpoint.path, name), name, entries):
+        real = follow(checkpoint.path, name)
+        if checkpoint.format == "safetensors":
+            pieces = _safetensors_pieces(real, name, entries)
+        else:
+            pieces = pickle_pieces(load_pickle(real, name, "cpu"), entries)
+        for key, piece in pieces:
             check.look(key, entries[key].dtype, piece)
         check.settle(name)
 
@@ -147,9 +151,14 @@ def _fill(stream: Any, piece: Any, name: str, key: str) -> None:
         filled += count
 
 
-def pickle_pieces(file: Path, name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a pickle as pieces of raw bytes, with their keys."""
-    for key, tensor in load_pickle(file, name, "cpu").items():
+def pickle_pieces(state: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]) -> Iterator[tuple[str, Any]]:
+    """Yield tensors that `load_pickle` returned as pieces of raw bytes, with their keys.
+
+    Args:
+        state: the tensors.
+        entries: those of them that are wanted.
+    """
+    for key, tensor in state.items():
         if key in entries and tensor.numel():
             tensor = tensor.detach()
             flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

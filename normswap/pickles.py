@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from normswap.errors import CheckpointError, RangeLost
-from normswap.headers import load_pickle
 from normswap.layout import Added, Edit
 from normswap.narrowing import lost_range, narrow
 
@@ -19,25 +18,26 @@ _CHUNK = 1 << 22
 
 
 def rewrite_pickle(
-    source: Path, name: str, target: Path, edits: Mapping[str, Edit], added: Mapping[str, Added], piece: int
+    state: Mapping[str, torch.Tensor],
+    target: Path,
+    edits: Mapping[str, Edit],
+    added: Mapping[str, Added],
+    piece: int,
 ) -> None:
     """Write the tensors of a pickle, changed and added ones among them.
 
-    What does not change is mapped from the source; the changed tensors are held whole until they are written.
+    The changed tensors are held whole until they are written.
 
     Args:
-        source: the file.
-        name: its name relative to the checkpoint.
+        state: the tensors as `normswap.headers.load_pickle` returned them.
         target: the file to be written.
         edits: key to change, of tensors of this file.
         added: key to new tensor, likewise.
         piece: bytes of a tensor that are edited at a time.
 
     Raises:
-        CheckpointError: the source is damaged.
         RangeLost: new values do not fit the stored dtype.
     """
-    state = load_pickle(source, name, "cpu")
     new = {}
     for key, value in state.items():
         new[key] = _edited(key, value, edits[key], piece) if key in edits else value

@@ -18,7 +18,7 @@ import torch
 
 from normswap.errors import CheckpointError, OutputError, RangeLost, UsageError
 from normswap.finite import FiniteCheck, pickle_pieces
-from normswap.headers import Entry
+from normswap.headers import Entry, load_pickle
 from normswap.journal import Journal
 from normswap.layout import Added, Edit, Segment, check_written, lay_out, rewrite_index, torch_dtype
 from normswap.listing import follow
@@ -247,8 +247,11 @@ class _Writer:
         keys = {key: entry for key, entry in self._checkpoint.tensors.items() if entry.file == name}
         edits = {key: edit for key, edit in self._edits.items() if key in keys}
         added = {key: new for key, new in self._added.items() if new.source in keys}
+        state: dict[str, torch.Tensor] = {}
         if self.check or edits or added:
-            for key, piece in pickle_pieces(real, name, keys):
+            # Mapped once: what is mapped counts as memory of the process while it lasts.
+            state = load_pickle(real, name, "cpu")
+            for key, piece in pickle_pieces(state, keys):
                 if self.check or key in edits:
                     self.finite.look(key, keys[key].dtype, piece)
             self.finite.settle(name)
@@ -259,7 +262,7 @@ class _Writer:
             hashed = self._stages.source.do(hash_file, real)
             try:
                 draft.parent.mkdir(parents=True, exist_ok=True)
-                rewrite_pickle(real, name, draft, edits, added, self._piece)
+                rewrite_pickle(state, draft, edits, added, self._piece)
                 sync(draft)
                 hashes = hashed.result(), hash_file(draft)
             except OSError as error:
