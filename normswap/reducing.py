@@ -120,7 +120,7 @@ def _factor(parts: list[Any], recipe: Recipe) -> int:
         raise Unfit(f"its widest hidden state, {widest}, is not twice {width}")
     factor = int(2 ** math.floor(math.log2(widest / width)))
     if recipe.heads == "wide":
-        factor = math.gcd(factor, *(v for part in parts for k, v in _numbers(part) if _HEADS.search(k) and v > 1))
+        factor = math.gcd(factor, *(v for part in parts for k, v in _numbers(part) if _counts_heads(k) and v > 1))
         if factor == 1:
             raise Unfit("its numbers of heads have no even divisor")
     return factor
@@ -132,6 +132,10 @@ def _numbers(part: Any) -> Iterator[tuple[str, int]]:
         for entry in value if isinstance(value, (list, tuple)) else [value]:
             if type(entry) is int and entry > 0 and not name.startswith("_"):
                 yield name, entry
+
+
+def _counts_heads(name: str) -> bool:
+    return bool(_HEADS.search(name)) and not _HEAD_WIDTH.search(name)
 
 
 def _is_width(name: str) -> bool:
@@ -160,7 +164,7 @@ class _Reducer:
 
     def _split(self) -> tuple[int, int]:
         """Divide the common factor between the number of heads and their width."""
-        heads = [v for k, v in _numbers(self.part) if _HEADS.search(k) and v > 1]
+        heads = [v for k, v in _numbers(self.part) if _counts_heads(k) and v > 1]
         widths = [v for k, v in _numbers(self.part) if _HEAD_WIDTH.search(k)]
         hidden = [v for k, v in _numbers(self.part) if _HIDDEN.search(k)]
         sections = [v for value in vars(self.part).values() if isinstance(value, dict) for v in _sections(value)]
@@ -222,7 +226,7 @@ class _Reducer:
     def _divided(self, name: str, value: int) -> int:
         if self.factor == 1:
             return value
-        if _HEADS.search(name):
+        if _counts_heads(name):
             return max(1, value // self.fewer)
         if _HEAD_WIDTH.search(name):
             return value // self.narrower
