@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,9 +14,9 @@ from normswap.checkpoint import Checkpoint
 from normswap.edits import Edits, make_edits, unstorable
 from normswap.errors import ModelError, NothingToPatchError
 from normswap.factors import leave
-from normswap.folding import Tied, make_fold_plan
+from normswap.folding import Tied, make_fold_plan, with_values
 from normswap.foldplan import FoldPlan
-from normswap.foldproof import prove_by_twin
+from normswap.foldproof import prove, prove_by_twin
 from normswap.gains import check_fold, fold_
 from normswap.patching import Patterns
 from normswap.plan import Plan, make_plan
@@ -86,10 +86,26 @@ def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip"
 
 
 def proved_folds(model: nn.Module, folds: FoldPlan, config: Any) -> FoldPlan:
-    """Return a plan without the folds that cannot be proved on small models of the class."""
+    """Return a plan without the folds that cannot be proved on small models of the class.
+
+    A model without a configuration, which no other can be built like, is copied with random weights instead.
+    """
+    if config is None:
+        return leave(folds, _prove_on_copy(model, folds))
     if folds.unties and (reason := changes_when_untied(model)):
         folds = leave(folds, {fold.name: reason for fold in folds.folds if fold.untie})
     return leave(folds, prove_by_twin(model, folds, make_fold_plan, config))
+
+
+def _prove_on_copy(model: nn.Module, folds: FoldPlan) -> dict[str, str]:
+    subject = with_values(model)
+    if subject is None:
+        reason = f"it cannot be proved: {type(model).__name__} has no configuration and is too large to be copied"
+        return {fold.name: reason for fold in folds.folds}
+    try:
+        return prove(subject.double().eval(), folds)
+    except ModelError as error:
+        return {fold.name: f"it cannot be proved: {error}" for fold in folds.folds}
 
 
 def prepare_folds(
@@ -134,7 +150,7 @@ def prepare_folds(
     if folds.unties:
         config = untie_config_text((source.path / _CONFIG).read_text(encoding="utf-8"), model)
         notes += [note for note in [tying_readers(source.config)] if note]
-        untie_(model)
+        folds = _untied(model, plan, folds)
     read = row_reader(checkpoint)
     folds = leave(folds, unstorable(model, folds, stored, read, heads=untying.keys))
     if not folds.folds:
@@ -143,6 +159,18 @@ def prepare_folds(
     if config is not None and not folds.unties:
         raise ModelError(f"the head of {source.name} cannot be untied: {_first_untied_reason(folds)}")
     return FoldWork(folds, make_edits(model, folds, stored, read, heads=untying.keys), config, tuple(notes))
+
+
+def _untied(model: nn.Module, plan: Plan, folds: FoldPlan) -> FoldPlan:
+    """Untie the head of a model, and return the folds as they are then: its bias may be another parameter."""
+    untie_(model)
+    now = make_fold_plan(model, plan).by_name()
+    decisions = []
+    for fold in folds.decisions:
+        other = now[fold.name]
+        keeps = fold.action == "refuse" or (not fold.untie and other.action == "fold")
+        decisions.append(fold if keeps else replace(other, untie=fold.untie))
+    return FoldPlan(tuple(decisions))
 
 
 def _first_untied_reason(folds: FoldPlan) -> str:
@@ -207,7 +235,7 @@ def fold(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None
     refuse_quantized(config, type(model).__name__)
     folds = plan_folds(model, make_plan(model, include=include, exclude=exclude), config, tied=tied)
     if folds.unties:
-        untie_(model)
+        folds = _untied(model, make_plan(model, include=include, exclude=exclude), folds)
     folds = leave(folds, check_fold(model, folds))
     if not folds.folds:
         reasons = "; ".join(dict.fromkeys(f"{one.name}: {one.reason}" for one in folds.refusals[:5]))
