@@ -114,7 +114,7 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
 @_running
 def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None, **options: Any) -> None:
     """Swap the norms of MODEL, measure parity, and save to OUT if it holds."""
-    with _errors(json_file):
+    with _errors(json_file, resumes=bool(options["resume"])):
         if no_verify and json_file is not None:
             raise UsageError("--json writes the measurements, and --no-verify makes none; leave one of the two out")
         _check_json(json_file)
@@ -218,7 +218,7 @@ def _write_json(report: ParityReport, json_file: Path | None) -> None:
 
 
 @contextmanager
-def _errors(json_file: Path | None = None) -> Iterator[None]:
+def _errors(json_file: Path | None = None, *, resumes: bool = False) -> Iterator[None]:
     """End with one line and an exit code; neither a mistake nor a warning shows Python's own words."""
     with warnings.catch_warnings():
         warnings.showwarning = _one_line_each()
@@ -229,7 +229,8 @@ def _errors(json_file: Path | None = None) -> Iterator[None]:
                 _show_failed(error.report, json_file)
             sys.exit(_tell(error))
         except KeyboardInterrupt:
-            click.echo("normswap: interrupted; nothing was saved", err=True)
+            kept = "finished files are kept, and the same command goes on" if resumes else "nothing was saved"
+            click.echo(f"normswap: interrupted; {kept}", err=True)
             sys.exit(130)
 
 

@@ -25,6 +25,13 @@ EXPECTED = {
         r"^verdict on the copy with one gain 2% off: fail$",
         r"^  exact: error ",
     ],
+    "fold_before_quantizing.py": [
+        r"^model\.layers\.0\.post_attention_layernorm goes into\n    model\.layers\.0\.mlp\.",
+        r"^5 of 5 gains folded, verdict pass$",
+        r"^  before rounding, at most \de-1\d apart",
+        r"^the last norm's gain is now \[1\.0\]$",
+        r"^logits, from bfloat16 weights in float32: \d\.\de-03 apart$",
+    ],
     "inspect_handwritten.py": [
         r"^0\.norm +ScaleThenCast +swap\n    kind rms, eps 1e-06, gain w, cast after_gain$",
         r"^1\.norm +CastThenScale +swap\n    kind rms, eps 3e-05, gain w, cast before_gain$",
