@@ -61,6 +61,7 @@ class Attempts:
         inputs = {name: self._moved(value) for name, value in batch.items()}
         devices = [self.device] if self.device.type == "cuda" else []
         mode = _WithoutValues() if self.device.type == "meta" else contextlib.nullcontext()
+        before = [(module, _settings(module)) for module in self.model.modules()]
         with self._watched(reached), torch.random.fork_rng(devices=devices), torch.no_grad(), quiet():
             torch.manual_seed(0)
             try:
@@ -68,6 +69,9 @@ class Attempts:
                     result = function(**inputs)
             # Whatever a model's code raises on inputs that it was not made for.
             except Exception as error:
+                # Some forwards set themselves up for the size of what they are given.
+                for module, settings in before:
+                    vars(module).update(settings)
                 return Attempt(None, error, frozenset(reached))
         return Attempt(result, None, frozenset(reached))
 
@@ -89,6 +93,10 @@ class Attempts:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (int, float, tuple))}
 
 
 class _WithoutValues(TorchDispatchMode):

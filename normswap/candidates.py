@@ -32,8 +32,11 @@ _MEDIA: tuple[tuple[str, tuple[str, ...], Callable[..., Iterator[dict[str, Part]
     ("video", VIDEOS, videos),
     ("series", SERIES, series),
 )
-# How often a form of inputs is tried, and how many changes are tried for what one failure said.
+# How often a form of inputs is tried where it is hoped to fit nearly as it is, where it is not, and all together;
+# and how many changes are tried for what one failure said.
+_FEW = 4
 _TRIES = 24
+_ALL = 300
 _CHANGES = 12
 # How many forms of one kind may run and come by nothing new before the rest of them are left.
 _IDLE = 2
@@ -111,6 +114,7 @@ class _Search:
         self.attempts = Attempts(model)
         self.mender = Mender(model, settings, names, self._width())
         self.seen: set[int] = set()
+        self.left = _ALL
         self.media: dict[int, int] = {}
         self.tokens: dict[str, int] = {}
         for number, (kind, _, _) in enumerate(_MEDIA):
@@ -135,15 +139,19 @@ class _Search:
                 yield self.finish(plain, rows)
         rows = texts[0] if texts else []
         waiting = [self.forms(kind, name, make, plain) for kind, name, make in kinds]
-        # First one of each kind that runs, then all that are left.
+        # First one of each kind that runs, as it is rather than changed, then all that are left.
+        later = []
         for forms in waiting:
-            yield from itertools.islice(self.tested(forms, rows), 1)
+            plainly, changed, rest = itertools.tee(forms, 3)
+            later.append(rest)
+            fitting = list(itertools.islice(self.tested(plainly, rows, _FEW), 1))
+            yield from fitting or itertools.islice(self.tested(changed, rows), 1)
         if plain is None:
             yield from self.tested(self.others(), [])
         elif kinds:
             yield from self.tested([plain], rows)
-        for forms in waiting:
-            yield from self.tested(forms, rows)
+        for rest in later:
+            yield from self.tested(rest, rows, _FEW)
         if plain is not None:
             for shorter in texts if not kinds else texts[1:]:
                 if self.seen:
@@ -157,13 +165,13 @@ class _Search:
     def done(self) -> bool:
         return len(self.seen) == len(self.attempts.watched)
 
-    def tested(self, recipes: Iterable[Recipe], rows: list[torch.Tensor]) -> Iterator[Candidate]:
+    def tested(self, recipes: Iterable[Recipe], rows: list[torch.Tensor], tries: int = _TRIES) -> Iterator[Candidate]:
         """Yield what runs, and comes by something new, until nothing is left or nothing more is to be hoped for."""
         idle = 0
         for recipe in recipes:
             if idle >= _IDLE or self.done():
                 return
-            found, ran = self.mend(recipe, rows)
+            found, ran = self.mend(recipe, rows, tries)
             if found is not None:
                 yield self.finish(found, rows if found.text else [])
             idle += ran and found is None
@@ -208,19 +216,19 @@ class _Search:
 
     # One form of inputs.
 
-    def mend(self, recipe: Recipe, rows: list[torch.Tensor]) -> tuple[Recipe | None, bool]:
+    def mend(self, recipe: Recipe, rows: list[torch.Tensor], tries: int = _TRIES) -> tuple[Recipe | None, bool]:
         """Return the recipe, changed until the model runs on it and comes by something new, and whether it ran."""
         order = itertools.count()
         waiting: list[tuple[int, int, Recipe, _Failure | None]] = [(0, next(order), recipe, None)]
         asked: set[str] = set()
-        budget = _TRIES
-        while waiting and budget:
+        while waiting and tries and self.left:
             _, _, recipe, before = heapq.heappop(waiting)
             key = repr((recipe.parts, recipe.places))
             if key in asked:
                 continue
             asked.add(key)
-            budget -= 1
+            tries -= 1
+            self.left -= 1
             try:
                 batch = self.make(recipe, rows[0] if rows else None)
             except RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator
 
@@ -22,6 +23,8 @@ SOUNDS = (
 
 _VISION_CONFIGS = ("vision_config", "encoder", "backbone_config", "vision_encoder_config")
 _AUDIO_CONFIGS = ("audio_config", "speech_config", "encoder_config", "audio_encoder_config")
+# Steps of a series that are enough where a model takes very many.
+_SHORT = 64
 _GRID = re.compile(r"grid_(thw|hws?)$")
 _PLACES = re.compile(r"^(pixel|image|patch|vision)\w*position_ids$")
 _SOUND_MASK = re.compile(r"^(input_features?|input_values|features?|audio|padding)\w*mask$|^mask$")
@@ -102,7 +105,9 @@ def series(name: str, names: Collection[str], settings: Settings) -> Iterator[di
     known = settings.value("num_time_features")
     known = known if isinstance(known, int) else 0
     wide = settings.integer("num_input_channels", "input_size", default=1) or 1
-    for more in dict.fromkeys([(), (wide,)] if "past_time_features" in names else [(wide,), ()]):
+    lengths = [_SHORT, past] if past > 8 * _SHORT else [past]
+    widths: list[tuple[int, ...]] = [(), (wide,)] if "past_time_features" in names else [(wide,), ()]
+    for past, more in itertools.product(lengths, widths):
         parts: dict[str, Part] = {name: Draw((1, past, *more))}
         if "past_time_features" in names:
             parts["past_time_features"] = Draw((1, past, known))

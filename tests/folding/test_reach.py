@@ -22,7 +22,7 @@ from normswap.candidates import Candidate, propose
 from normswap.towers import propose_towers
 
 TYPES = """
-    qwen2_vl qwen3_vl glm4v_moe idefics3 llava_next paddleocr_vl lighton_ocr florence2 qwen2_audio bros blip_2_qformer
+    qwen2_vl qwen3_vl idefics3 llava_next paddleocr_vl lighton_ocr florence2 qwen2_audio bros blip_2_qformer
     qwen3_asr_encoder glm4v_vision siglip2_vision_model time_series_transformer musicgen_decoder
 """.split()  # noqa: SIM905
 
