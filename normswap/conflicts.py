@@ -143,7 +143,9 @@ def _reasons(owners: Owners, fold: Fold, gains: set[str]) -> Iterator[str]:
         if name is not None and (others := [other for other in owners.others({name}) if other not in gains]):
             yield f"{name} is {_and_so_on(others)} too, which would change with it"
     hint = "; untie the head first" if fold.untie else ""
-    if others := owners.others(set(fold.parameters)):
+    # A norm that stands in several places, all folded together, is read by weights that stand there with it.
+    shared = any(name is not None and owners.others({name}) for name in norm_parameters(fold))
+    if (others := owners.others(set(fold.parameters))) and not shared:
         yield f"a weight that reads it is {_and_so_on(others)} too, which would change with it{hint}"
     biases = {consumer.bias for consumer in fold.consumers if consumer.bias is not None}
     if fold.bias == "move" and (others := owners.others(biases)):

@@ -179,13 +179,22 @@ class _Maker:
 
     def make(self) -> Edits:
         """Return the edits."""
+        everything = readings(self._owners, self._plan.folds)
+        measured = {use.fold.name for uses in everything.values() for use in uses}
+        firsts: dict[int, str] = {}
         for fold in self._plan.folds:
-            self._algebra.norm(fold, *self._tensors[fold.name], self._channels[fold.name])
+            gain = norm_parameters(fold)[0]
+            first = fold.name if gain is None else firsts.setdefault(id(self._owners.get(gain)), fold.name)
+            if fold.name in measured:
+                self._algebra.norm(fold, *self._tensors[fold.name], self._channels[fold.name])
+            else:
+                # Of several norms of one gain the first stands for all: its weights are folded once.
+                self._algebra.figures[fold.name] = self._algebra.figures[first]
             for name, values in self._norm_values(fold):
                 for piece in self._pieces(name):
                     self._edit(piece, [fold.name]).puts.append(Put(piece, _Once(values)))
         by_bias: dict[int, list[Reading]] = {}
-        for uses in readings(self._owners, self._plan.folds).values():
+        for uses in everything.values():
             self._scale(uses)
             for use in uses:
                 if use.fold.bias == "move" and use.consumer.bias is not None:

@@ -64,7 +64,7 @@ def follow(
     succeeded = False
     for batch in batches:
         try:
-            with quiet(), torch.no_grad(), tracer.hooked(), _without_fast_path():
+            with quiet(), torch.no_grad(), tracer.hooked(), _without_fast_path(), _autocast_on_meta():
                 tracer.run(batch)
             succeeded = True
         except Exception as error:  # whatever a model's code raises on inputs that it was not made for
@@ -77,6 +77,22 @@ def follow(
             f"the first said: {errors[0] if errors else 'nothing to try'}"
         )
     return _readings(tracer)
+
+
+@contextlib.contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let code switch autocast off where its tensors lie; torch knows no autocast for the meta device."""
+    cls = torch.amp.autocast_mode.autocast
+    init = cls.__init__
+
+    def start(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+    cls.__init__ = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.__init__ = init  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -107,7 +123,7 @@ def _readings(tracer: Tracer) -> dict[str, Reading]:
             if sum(read.parts.values()) < sizes[identity]:
                 norm.blockers[f"only a part of {read.name} reads it"] = None
     return {
-        norm.name: Reading(
+        name: Reading(
             tuple(sorted(consumers[norm], key=lambda consumer: (consumer.parameter, consumer.axis))),
             list(norm.blockers),
             norm.plain,
@@ -115,6 +131,7 @@ def _readings(tracer: Tracer) -> dict[str, Reading]:
             tuple(looked_up[norm]),
         )
         for norm in tracer.norms
+        for name in norm.names
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,9 @@ from normswap.foldplan import Fold, FoldPlan
 from normswap.modules import unswap
 from normswap.plan import Decision, Plan
 from normswap.spec import NormSpec
+from normswap.weights import alike_key
 
-__all__ = ["Tied", "make_fold_plan"]
+__all__ = ["Tied", "make_fold_plan", "with_values"]
 
 Tied = Literal["skip", "untie"]
 
@@ -97,17 +98,19 @@ def _decide(decision: Decision, reading: Reading | None, hindrance: str, tied: T
 
 
 def _shared_gains(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, str]:
-    """Return the norms whose gain is another norm's as well, and the reason against folding it."""
-    holders: dict[int, list[str]] = {}
+    """Return the norms whose gain is that of a norm that computes something else, and the reason against folding."""
+    holders: dict[int, dict[Hashable, str]] = {}
+    keys: dict[str, tuple[int, Hashable]] = {}
     for name, spec in norms.items():
         if spec is not None and spec.gain_name is not None:
-            gain = getattr(model.get_submodule(name), spec.gain_name)
-            holders.setdefault(id(gain), []).append(name)
+            module = model.get_submodule(name)
+            gain, key = id(getattr(module, spec.gain_name)), alike_key(module, spec)
+            holders.setdefault(gain, {}).setdefault(key, name)
+            keys[name] = gain, key
     return {
-        name: f"its gain is shared with {next(other for other in names if other != name)}"
-        for names in holders.values()
-        if len(names) > 1
-        for name in names
+        name: f"its gain is shared with {next(other for at, other in holders[gain].items() if at != key)}"
+        for name, (gain, key) in keys.items()
+        if len(holders[gain]) > 1
     }
 
 
@@ -127,7 +130,7 @@ def _read(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, R
     try:
         return follow(subject, norms, _batches(subject))
     except ModelError:
-        real = _with_values(model)
+        real = with_values(model)
         if real is None:
             raise
     return follow(real, norms, _batches(real))
@@ -161,7 +164,7 @@ def _unswapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _with_values(model: nn.Module) -> nn.Module | None:
+def with_values(model: nn.Module) -> nn.Module | None:
     """Return a copy with random weights on the CPU; None for a model too large for it."""
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         return None

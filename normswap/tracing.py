@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from normswap import unreal
 from normswap.marks import ZERO, Blocked, Contraction, Mark, apply_op, contraction
 from normswap.spec import NormSpec
-from normswap.weights import Region, Weights
+from normswap.weights import Region, Weights, alike_key
 from normswap.wrapping import original_class
 
 __all__ = ["EMBEDDING", "Norm", "Read", "Tracer", "bias_words"]
@@ -51,16 +51,21 @@ EMBEDDING = "embedding"
 
 @dataclass(eq=False)
 class Norm:
-    """A norm on the way, and what was found out about its output."""
+    """A norm on the way, or several of one gain, and what was found out about the output."""
 
-    name: str
+    names: list[str]
     module: nn.Module
     spec: NormSpec | None
     first: int = 0
     channels: int = 0
     blockers: dict[str, None] = field(default_factory=dict)
     plain: bool = True
-    reached: bool = False
+    waiting: set[int] = field(default_factory=set)
+
+    @property
+    def reached(self) -> bool:
+        """Whether a forward came by each of its modules."""
+        return not self.waiting
 
 
 @dataclass
@@ -88,9 +93,16 @@ class Tracer(TorchDispatchMode):
         self.modules = {id(module): name for name, module in model.named_modules()}
         self.stack: list[tuple[str, nn.Module]] = []
         self.inside = 0
-        self.norms: list[Norm] = []
+        alike: dict[Hashable, Norm] = {}
+        self.norm_at: dict[int, Norm] = {}
         for name, spec in norms.items():
-            self.norms.append(Norm(name, model.get_submodule(name), spec))
+            module = model.get_submodule(name)
+            # What reads one of several norms of the same parameters reads the same channels.
+            norm = alike.setdefault(alike_key(module, spec), Norm([], module, spec))
+            norm.names.append(name)
+            norm.waiting.add(id(module))
+            self.norm_at[id(module)] = norm
+        self.norms = list(alike.values())
         self.gains: dict[int, list[Norm]] = {}
         for norm in self.norms:
             for parameter in norm.module.parameters(recurse=False):
@@ -106,10 +118,9 @@ class Tracer(TorchDispatchMode):
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         handles = []
-        norms = {id(norm.module): norm for norm in self.norms}
         try:
             for name, module in self.model.named_modules():
-                norm = norms.get(id(module))
+                norm = self.norm_at.get(id(module))
                 handles.append(module.register_forward_pre_hook(self._entering(name, norm), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leaving(norm), always_call=True))
             yield
@@ -135,6 +146,7 @@ class Tracer(TorchDispatchMode):
                 self.inside -= 1
                 if not self.inside:
                     with _disable_current_modes():
+                        norm.waiting.discard(id(module))
                         self.start(norm, output)
 
         return hook
@@ -154,7 +166,6 @@ class Tracer(TorchDispatchMode):
         return value.to(self.dtype)
 
     def start(self, norm: Norm, output: Any) -> None:
-        norm.reached = True
         if norm.spec is None or not isinstance(output, torch.Tensor):
             return
         spec = norm.spec

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-__all__ = ["Region", "Weights"]
+from normswap.spec import NormSpec
+
+__all__ = ["Region", "Weights", "alike_key"]
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,11 @@ def _carrier(layout: tuple[_Run, ...], stride: int) -> int | None:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def alike_key(module: nn.Module, spec: NormSpec | None) -> Hashable:
+    """Return what is equal for norms that compute the same with the same gain and bias, held in several modules."""
+    if spec is None or spec.gain_name is None:
+        return id(module)
+    bias = getattr(module, spec.bias_name) if spec.bias and spec.bias_name else None
+    return spec, id(getattr(module, spec.gain_name)), id(bias)
