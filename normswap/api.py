@@ -15,7 +15,7 @@ from normswap.converting import Conversion, convert
 from normswap.errors import CheckpointError, UsageError
 from normswap.folding import Tied
 from normswap.foldplan import FoldPlan
-from normswap.foldwork import fold, plan_folds, prepare_folds, refuse_quantized
+from normswap.foldwork import fold, plan_folds, prepare_folds
 from normswap.manifest import folds_of_manifest, plan_of_manifest
 from normswap.measuring import measure_modules, measure_sources
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
@@ -88,8 +88,7 @@ def inspect(
 
     Raises:
         CheckpointError: no such folder, or a folder without a sound config.
-        ModelError: the model type is unknown here; with `fold`, the data cannot be followed through the model, or it
-            is quantized.
+        ModelError: the model type is unknown here; with `fold`, the data cannot be followed through the model.
 
     Example:
         >>> import torch, normswap
@@ -104,10 +103,7 @@ def inspect(
     source = open_source(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
     meta = loading.build_meta(source)
     plan = make_plan(meta, include=include, exclude=exclude)
-    folds = None
-    if fold:
-        refuse_quantized(source.config, source.name)
-        folds = plan_folds(meta, plan, source.config, tied=tied)
+    folds = plan_folds(meta, plan, source.config, tied=tied) if fold else None
     return Inspection(source.name, source.config.model_type, plan, folds)
 
 

@@ -15,7 +15,7 @@ from normswap.edits import Edits, make_edits, unstorable
 from normswap.errors import ModelError, NothingToPatchError
 from normswap.factors import leave
 from normswap.folding import Tied, make_fold_plan, with_values
-from normswap.foldplan import FoldPlan
+from normswap.foldplan import Fold, FoldPlan
 from normswap.foldproof import prove, prove_by_twin
 from normswap.gains import check_fold, fold_
 from normswap.patching import Patterns
@@ -28,6 +28,7 @@ from normswap.untying import Untying, changes_when_untied, plan_untying, tying_r
 __all__ = ["FoldWork", "fold", "plan_folds", "prepare_folds", "proved_folds", "refuse_quantized"]
 
 _CONFIG = "config.json"
+_NOT_QUANTIZED = "a gain cannot be folded into quantized weights exactly; fold the original and quantize that"
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,16 @@ def refuse_quantized(config: Any, name: str) -> None:
     Raises:
         ModelError: the configuration says that they are.
     """
+    if method := _quantized(config):
+        raise ModelError(f"{name} is quantized ({method}), and {_NOT_QUANTIZED}; leave out --fold to patch it as it is")
+
+
+def _quantized(config: Any) -> str:
     found = getattr(config, "quantization_config", None)
     if not found:
-        return
+        return ""
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    raise ModelError(
-        f"{name} is quantized ({getattr(method, 'value', method) or 'by an unnamed method'}), and a gain cannot be "
-        "folded into quantized weights exactly; fold the original and quantize that, or leave out --fold"
-    )
+    return str(getattr(method, "value", method) or "by an unnamed method")
 
 
 def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip") -> FoldPlan:
@@ -82,6 +85,9 @@ def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip"
     Raises:
         ModelError: the data cannot be followed through the model.
     """
+    if method := _quantized(config):
+        reason = f"the weights are quantized ({method}), and {_NOT_QUANTIZED}"
+        return FoldPlan(tuple(Fold(d.name, "refuse", reason, spec=d.spec) for d in plan.decisions))
     return proved_folds(model, make_fold_plan(model, plan, tied=tied), config)
 
 

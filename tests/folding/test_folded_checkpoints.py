@@ -142,10 +142,11 @@ def test_quantized_weights_are_refused_with_the_reason(llama: Path, tmp_path: Pa
     config = json.loads((llama / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (llama / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"is quantized .*fp8.* folded into quantized weights"):
+    with pytest.raises(ModelError, match=r"is quantized \(fp8\).* folded into quantized weights"):
         normswap.convert(llama, tmp_path / "out", fold=True, verify=False)
-    with pytest.raises(ModelError, match="quantized"):
-        normswap.inspect(llama, fold=True)
+    found = normswap.inspect(llama, fold=True)
+    assert found.folds is not None and found.folds.folds == ()
+    assert all("quantized (fp8)" in fold.reason for fold in found.folds.refusals)
 
 
 def test_layers_that_the_class_does_not_load_leave_the_final_norm_alone(llama: Path, tmp_path: Path) -> None:
