@@ -10,18 +10,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-
-TEXT = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-}
-INDEXED = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 4, "mlp_layer_types": ["dense", "sparse"]}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+from trap_settings import SETTINGS
 
 
 @dataclass(frozen=True)
@@ -36,6 +25,7 @@ class Trap:
             untied; a norm that stands in several kinds of layers has one set for each.
         refuses: for names of norms, words of the operation that stands in the way.
         keeps_bias: patterns of folded norms that keep a bias, divided by the gain, for want of a home.
+        tied: what the conversion does with the head.
     """
 
     model: str
@@ -44,6 +34,7 @@ class Trap:
     folds: Mapping[str, tuple[set[str], ...]]
     refuses: Mapping[str, str] = field(default_factory=dict)
     keeps_bias: tuple[str, ...] = ()
+    tied: str = "untie"
 
     def build(self) -> PreTrainedModel:
         """Return the model in float32, every norm and bias away from 1 and 0.
@@ -103,16 +94,7 @@ TRAPS = {
     "minimax": Trap(
         "MiniMaxForCausalLM",
         "MiniMaxConfig",
-        {
-            **TEXT,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "block_size": 16,
-            "layer_types": ["full_attention", "linear_attention"],
-        },
+        SETTINGS["minimax"],
         folds={"model.layers.*.self_attn.norm": ({"out_proj.weight"},), "model.norm": HEAD},
         refuses={
             "model.layers.*.input_layernorm": "add in model.layers",
@@ -122,20 +104,7 @@ TRAPS = {
     "gemma3n": Trap(
         "Gemma3nForCausalLM",
         "Gemma3nTextConfig",
-        {
-            **TEXT,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "vocab_size_per_layer_input": 96,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
-            "activation_sparsity_pattern": [0.5, 0.0],
-            "laurel_rank": 8,
-        },
+        SETTINGS["gemma3n"],
         folds={
             "model.layers.*.pre_feedforward_layernorm": (GATED,),
             "model.layers.*.altup.router_norm": ({"modality_router.weight"},),
@@ -152,19 +121,7 @@ TRAPS = {
     "olmo_hybrid": Trap(
         "OlmoHybridForCausalLM",
         "OlmoHybridConfig",
-        {
-            **TEXT,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 16,
-            "pad_token_id": 0,
-            "eos_token_id": 1,
-        },
+        SETTINGS["olmo_hybrid"],
         # The norm of one name stands before the block in one kind of layer, and behind it in the other.
         folds={"model.layers.0.post_attention_layernorm": (GATED,), "model.norm": HEAD},
         refuses={
@@ -175,17 +132,7 @@ TRAPS = {
     "longcat": Trap(
         "LongcatFlashForCausalLM",
         "LongcatFlashConfig",
-        {
-            **TEXT,
-            **LATENT,
-            "num_layers": 1,
-            "ffn_hidden_size": 48,
-            "head_dim": 8,
-            "moe_topk": 2,
-            "n_routed_experts": 4,
-            "zero_expert_num": 2,
-            "expert_ffn_hidden_size": 16,
-        },
+        SETTINGS["longcat"],
         folds={
             "model.layers.0.post_attention_layernorm.1": (GATED,),
             "model.layers.*.input_layernorm.*": ({"q_a_proj.weight", "kv_a_proj_with_mqa.weight"},),
@@ -197,7 +144,7 @@ TRAPS = {
     "axk2": Trap(
         "AXK2ForCausalLM",
         "AXK2Config",
-        {**TEXT, **LATENT, **INDEXED, **EXPERTS, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+        SETTINGS["axk2"],
         folds={
             "model.layers.*.self_attn.q_a_layernorm": ({"q_gate_proj.weight", "wq_b.weight"},),
             "model.layers.*.self_attn.kv_a_layernorm": ({"kv_b_proj.weight"},),
@@ -208,18 +155,7 @@ TRAPS = {
     "deepseek_v32": Trap(
         "DeepseekV32ForCausalLM",
         "DeepseekV32Config",
-        {
-            **TEXT,
-            **LATENT,
-            **INDEXED,
-            **EXPERTS,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        SETTINGS["deepseek_v32"],
         folds={
             "model.layers.*.input_layernorm": (
                 {"weights_proj.weight", "wk.weight", "kv_a_proj_with_mqa.weight", "q_a_proj.weight"},
@@ -232,22 +168,7 @@ TRAPS = {
     "qwen3_next": Trap(
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
-        {
-            **TEXT,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
+        SETTINGS["qwen3_next"],
         folds={
             "model.layers.*.input_layernorm": ({"in_proj_ba.weight", "in_proj_qkvz.weight"}, QKV),
             "model.layers.*.post_attention_layernorm": (
@@ -261,24 +182,7 @@ TRAPS = {
     "zamba2": Trap(
         "Zamba2ForCausalLM",
         "Zamba2Config",
-        {
-            **TEXT,
-            "num_hidden_layers": 4,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "mamba_d_state": 8,
-            "chunk_size": 8,
-            "intermediate_size": 48,
-            "num_key_value_heads": 4,
-            "attention_hidden_size": 64,
-            "attention_head_dim": 16,
-            "mamba_headdim": 16,
-            "n_mamba_heads": 4,
-            "num_mem_blocks": 1,
-            "use_mem_rope": True,
-            "adapter_rank": 4,
-            "kv_channels": 8,
-            "num_query_groups": 4,
-        },
+        SETTINGS["zamba2"],
         folds={
             "model.layers.*.shared_transformer.input_layernorm": (QKV,),
             "model.layers.*.shared_transformer.pre_ff_layernorm": (
@@ -292,26 +196,13 @@ TRAPS = {
             "model.layers.*.mamba.norm": ({"out_proj.weight"},),
             "model.final_layernorm": HEAD,
         },
+        # The switch that unties its head unties the blocks that share their weights as well.
+        tied="skip",
     ),
     "gemma4": Trap(
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
-        {
-            **TEXT,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "global_head_dim": 8,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "enable_moe_block": True,
-            "hidden_size_per_layer_input": 0,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 16,
-            "num_kv_shared_layers": 0,
-        },
+        SETTINGS["gemma4"],
         folds={
             "model.layers.*.pre_feedforward_layernorm": (GATED,),
             "model.layers.*.pre_feedforward_layernorm_2": ({"experts.gate_up_proj"},),
@@ -327,22 +218,7 @@ TRAPS = {
     "nemotron_h": Trap(
         "NemotronHForCausalLM",
         "NemotronHConfig",
-        {
-            **TEXT,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 48,
-            "ssm_state_size": 8,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "chunk_size": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-            "layers_block_type": ["mamba", "moe", "attention"],
-        },
+        SETTINGS["nemotron_h"],
         folds={
             "model.layers.*.norm": (
                 {"in_proj.weight"},
@@ -356,7 +232,7 @@ TRAPS = {
     "falcon": Trap(
         "FalconForCausalLM",
         "FalconConfig",
-        {**TEXT, "num_hidden_layers": 2, "bias": False, "ffn_hidden_size": 48},
+        SETTINGS["falcon"],
         folds={
             "transformer.h.*.input_layernorm": ({"dense_h_to_4h.weight", "query_key_value.weight"},),
             "transformer.ln_f": HEAD,
@@ -366,15 +242,7 @@ TRAPS = {
     "gpt2": Trap(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {
-            "vocab_size": 96,
-            "n_positions": 128,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        SETTINGS["gpt2"],
         folds={
             "transformer.h.*.ln_1": ({"c_attn.weight"},),
             "transformer.h.*.ln_2": ({"c_fc.weight"},),
@@ -385,13 +253,7 @@ TRAPS = {
     "bloom": Trap(
         "BloomForCausalLM",
         "BloomConfig",
-        {
-            "vocab_size": 96,
-            "hidden_size": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "apply_residual_connection_post_layernorm": True,
-        },
+        SETTINGS["bloom"],
         folds={"transformer.ln_f": HEAD},
         refuses={
             "transformer.h.*.input_layernorm": "add in transformer.h",
@@ -403,25 +265,7 @@ TRAPS = {
     "whisper": Trap(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {
-            "vocab_size": 96,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "num_mel_bins": 16,
-            "max_source_positions": 32,
-            "max_target_positions": 32,
-            "decoder_start_token_id": 1,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "suppress_tokens": None,
-            "begin_suppress_tokens": None,
-        },
+        SETTINGS["whisper"],
         folds={
             "model.decoder.layers.*.encoder_attn_layer_norm": ({"q_proj.weight"},),
             "model.decoder.layers.*.self_attn_layer_norm": (QKV,),
@@ -435,20 +279,7 @@ TRAPS = {
     "qwen2_vl": Trap(
         "Qwen2VLForConditionalGeneration",
         "Qwen2VLConfig",
-        {
-            "text_config": {
-                **TEXT,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_key_value_heads": 2,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-            },
-            "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
-            "image_token_id": 90,
-            "video_token_id": 91,
-            "vision_start_token_id": 88,
-            "vision_end_token_id": 89,
-        },
+        SETTINGS["qwen2_vl"],
         folds={
             "model.visual.blocks.*.norm1": ({"qkv.weight"},),
             "model.visual.blocks.*.norm2": ({"fc1.weight"},),
