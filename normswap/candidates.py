@@ -160,6 +160,9 @@ class _Search:
                 # As it is it was yielded before.
                 if found is not None and (kinds or found is not plain):
                     yield self.finish(found, shorter)
+            if not self.seen and "inputs_embeds" in self.names:
+                rows_in = Draw((1, self.length, self.mender.width))
+                yield from self.tested([Recipe("tensor", {"inputs_embeds": rows_in, **self.extra})], [])
             yield from self.tested(self.enriched(plain), rows)
 
     def done(self) -> bool:

@@ -166,10 +166,10 @@ class Mender:
             if not shapes:
                 continue
             whole = bool(re.search(r"Long|Int|Bool", line)) or "mask" in name or bool(_WHOLE.search(name))
-            words = [
-                word.strip(" `") for word in max(shapes, key=lambda s: s.count(",")).split(",") if word.strip(" `")
-            ]
-            if "*" in "".join(words) or not words:
+            # The most detailed of several that are allowed; a template that was not filled in stands for rows of text.
+            longest = max(shapes, key=lambda shape: shape.count(",")).replace("{0}", "batch_size, sequence_length")
+            words = [word.strip(" `") for word in longest.split(",") if word.strip(" `")]
+            if "*" in longest or not words:
                 continue
             sizes = tuple(self._size(word) for word in words)
             return _Whole(tuple(words), "mask" in name, sizes) if whole else Draw(sizes)
