@@ -58,7 +58,7 @@ MORE_READERS = {
     ("longcat_flash", "model.layers.{i}.post_attention_layernorm.{i}"): "model.layers.{i}.mlp.experts.gate_up_proj",
     ("siglip_vision_model", "post_layernorm"): "head.attention.in_proj_weight",
 }
-# The table ran this decoder without an encoder's states. With them its cross-attention reads the norm in the place of the
+# The table ran this decoder without an encoder's states. With them its cross-attention reads the norm in place of the
 # first linear map; the residual stream reads it both times, so that it is refused for the same reason.
 OTHER_RUN = {
     ("bart", "model.decoder.layers.{i}.self_attn_layer_norm"): "model.decoder.layers.{i}.encoder_attn.q_proj.weight",
