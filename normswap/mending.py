@@ -76,7 +76,8 @@ class Mender:
         """Arguments of the forward that the error, or the line that raised it, speaks of."""
         words = list(_WORD.findall(said))
         frames = []
-        trace = error.__traceback__
+        # Only where something was used that is not there does the line say what: others name what may well be absent.
+        trace = error.__traceback__ if isinstance(error, (TypeError, AttributeError)) else None
         while trace is not None:
             frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_locals))
             trace = trace.tb_next
