@@ -100,7 +100,10 @@ def kill_in_shard(run: subprocess.Popen[str], number: int) -> None:
 
 
 def finish(run: subprocess.Popen[str]) -> list[str]:
-    text, errors = run.communicate(timeout=120)
+    # What came along with the first line waits in the stream's own buffer, which `communicate` does not read.
+    assert run.stdout is not None and run.stderr is not None
+    with run:
+        text, errors = run.stdout.read(), run.stderr.read()
     assert run.returncode == 0, errors
     return text.split()
 

@@ -135,7 +135,9 @@ def test_a_published_model_has_a_small_twin(name: str) -> None:
     twin = small_twin(model)
     assert type(twin.model) is type(model)
     assert structure(twin.model) == structure(model)
-    assert sum(parameter.numel() for parameter in twin.model.parameters()) < 4_000_000
+    # transformers 4 stores experts in a way that leaves more of them.
+    most = 4_000_000 if transformers.__version__ >= "5" else 8_000_000
+    assert sum(parameter.numel() for parameter in twin.model.parameters()) < most
     assert {decision.pattern for decision in twin.plan.decisions} == {
         ".".join("*" if part.isdigit() else part for part in name.split("."))
         for name, module in model.named_modules()
@@ -162,6 +164,8 @@ def test_activations_neither_vanish_nor_explode() -> None:
 
 
 def test_every_kind_of_layer_is_kept() -> None:
+    if transformers.__version__ < "5":
+        pytest.skip("Jamba's default configuration runs on a GPU only in transformers 4")
     config = transformers.JambaConfig()
     with torch.device("meta"):
         model = transformers.JambaForCausalLM(config).eval()
