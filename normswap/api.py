@@ -103,7 +103,7 @@ def inspect(
     source = open_source(model, revision=revision, trust_remote_code=trust_remote_code, weights=False)
     meta = loading.build_meta(source)
     plan = make_plan(meta, include=include, exclude=exclude)
-    folds = plan_folds(meta, plan, source.config, tied=tied) if fold else None
+    folds = plan_folds(meta, plan, source.config, tied=tied, as_built=True) if fold else None
     return Inspection(source.name, source.config.model_type, plan, folds)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,11 +12,15 @@ from torch import nn
 
 from normswap.errors import ModelError
 from normswap.foldplan import Consumer, Piece
+from normswap.followed import EMBEDDING, Norm, Read, bias_words
 from normswap.quiet import first_line, quiet
 from normswap.spec import NormSpec
-from normswap.tracing import EMBEDDING, Norm, Read, Tracer, bias_words
+from normswap.tracing import Tracer
 
 __all__ = ["Reading", "follow"]
+
+# How many times the steps of the first arguments others may take: a loop over tokens takes more.
+_SLOWER = 20
 
 
 @dataclass
@@ -40,7 +44,10 @@ class Reading:
 
 
 def follow(
-    model: nn.Module, norms: Mapping[str, NormSpec | None], batches: Iterable[Mapping[str, Any]]
+    model: nn.Module,
+    norms: Mapping[str, NormSpec | None],
+    batches: Iterable[Mapping[str, Any]],
+    vary: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda batch: (),
 ) -> dict[str, Reading]:
     """Run a forward and follow what each norm returns to everything that reads it.
 
@@ -52,6 +59,7 @@ def follow(
         norms: the model's norms by name, with what they compute; None for one that is not understood.
         batches: keyword arguments of a forward each, on the CPU. They are tried in turn until every norm has been
             reached; what several of them show is taken together.
+        vary: gives more arguments from the first that run; what they show is added, where they run in reasonable time.
 
     Returns:
         A reading for each norm.
@@ -61,22 +69,31 @@ def follow(
     """
     tracer = Tracer(model, norms)
     errors: list[str] = []
-    succeeded = False
+    first: Mapping[str, Any] | None = None
+    usual = 0
     for batch in batches:
         try:
-            with quiet(), torch.no_grad(), tracer.hooked(), _without_fast_path(), _autocast_on_meta():
-                tracer.run(batch)
-            succeeded = True
+            _run(tracer, batch)
+            if first is None:
+                first, usual = batch, tracer.steps
         except Exception as error:  # whatever a model's code raises on inputs that it was not made for
             errors.append(f"{type(error).__name__}: {first_line(error)}")
-        if succeeded and all(norm.reached for norm in tracer.norms):
+        if first is not None and all(norm.reached for norm in tracer.norms):
             break
-    if not succeeded:
+    if first is None:
         raise ModelError(
             f"found no inputs on which the data can be followed through {type(model).__name__}; tried {len(errors)}, "
             f"the first said: {errors[0] if errors else 'nothing to try'}"
         )
+    for batch in vary(first):
+        with contextlib.suppress(Exception):
+            _run(tracer, batch, _SLOWER * usual)
     return _readings(tracer)
+
+
+def _run(tracer: Tracer, batch: Mapping[str, Any], most_steps: int | None = None) -> None:
+    with quiet(), torch.no_grad(), tracer.hooked(), _without_fast_path(), _autocast_on_meta():
+        tracer.run(batch, most_steps)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,10 @@ Tied = Literal["skip", "untie"]
 
 # Long enough for every position to have neighbours, short enough for a forward without values to cost nothing.
 _TOKENS = 8
+# Arguments that are one of several ways to give the input itself.
+_MAIN = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "decoder_input_ids")
+# Past what code takes another path for: windows, blocks, first positions.
+_LONG = 1300
 # What is run with random weights where no forward without values succeeds.
 _MOST_PARAMETERS = 100_000_000
 _SMALL = 1 << 20
@@ -128,16 +132,22 @@ def _followed(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[st
 def _read(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, Reading]:
     subject = _without_values(model)
     try:
-        return follow(subject, norms, _batches(subject))
+        return follow(subject, norms, _batches(subject), lambda batch: _variations(subject, batch))
     except ModelError:
         real = with_values(model)
         if real is None:
             raise
-    return follow(real, norms, _batches(real))
+    return follow(real, norms, _batches(real), lambda batch: _variations(real, batch))
 
 
 def _batches(model: nn.Module) -> Iterator[dict[str, Any]]:
-    names = list(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    if all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters.values()):
+        raise ModelError(
+            f"the forward of {type(model).__name__} does not say what it takes "
+            f"({', '.join(map(str, parameters.values()))}); fold the model inside it, or merge an adapter first"
+        )
+    names = list(parameters)
     config = getattr(model, "config", None)
     for candidate in propose(model, config, names, [], 1, _TOKENS, 0):
         batch = dict(candidate.batches[0])
@@ -145,6 +155,24 @@ def _batches(model: nn.Module) -> Iterator[dict[str, Any]]:
         if "use_cache" in names:
             batch["use_cache"] = False
         yield batch
+
+
+def _variations(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield arguments that may take other paths: a long text, and switches that are off by default."""
+    if all(value.dim() == 2 and not value.is_floating_point() for value in batch.values() if torch.is_tensor(value)):
+        yield {key: _longer(value) if torch.is_tensor(value) else value for key, value in batch.items()}
+    parameters = inspect.signature(model.forward).parameters
+    optional = [name for name in batch if name in parameters and parameters[name].default is None and name not in _MAIN]
+    if optional:
+        yield {key: value for key, value in batch.items() if key not in optional}
+    for name, parameter in parameters.items():
+        # What is asked for by these names is what a folded model is expected to give of itself.
+        if isinstance(parameter.default, bool) and not name.startswith(("output_", "return_dict", "use_cache")):
+            yield {**batch, name: not parameter.default}
+
+
+def _longer(ids: torch.Tensor) -> torch.Tensor:
+    return ids.repeat(1, -(-_LONG // ids.shape[1]))[:, :_LONG]
 
 
 def _without_values(model: nn.Module) -> nn.Module:

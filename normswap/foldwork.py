@@ -21,11 +21,12 @@ from normswap.gains import check_fold, fold_
 from normswap.patching import Patterns
 from normswap.plan import Plan, make_plan
 from normswap.rows import row_reader
+from normswap.shrinking import is_as_built
 from normswap.source import Source
 from normswap.stored import StoredMap, map_stored
 from normswap.untying import Untying, changes_when_untied, plan_untying, tying_readers, untie_, untie_config_text
 
-__all__ = ["FoldWork", "fold", "plan_folds", "prepare_folds", "proved_folds", "refuse_quantized"]
+__all__ = ["FoldWork", "fold", "plan_folds", "prepare_folds", "refuse_quantized"]
 
 _CONFIG = "config.json"
 _NOT_QUANTIZED = "a gain cannot be folded into quantized weights exactly; fold the original and quantize that"
@@ -70,7 +71,7 @@ def _quantized(config: Any) -> str:
     return str(getattr(method, "value", method) or "by an unnamed method")
 
 
-def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip") -> FoldPlan:
+def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip", as_built: bool = False) -> FoldPlan:
     """Decide from the class and its configuration which gains fold, and prove it on small models of the class.
 
     Args:
@@ -78,6 +79,7 @@ def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip"
         plan: what `make_plan` found in it.
         config: its configuration.
         tied: as for `make_fold_plan`.
+        as_built: whether the model is known to be as its class builds it; else it is compared.
 
     Returns:
         The decisions; a fold whose proof failed is refused with what was measured.
@@ -88,15 +90,16 @@ def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip"
     if method := _quantized(config):
         reason = f"the weights are quantized ({method}), and {_NOT_QUANTIZED}"
         return FoldPlan(tuple(Fold(d.name, "refuse", reason, spec=d.spec) for d in plan.decisions))
-    return proved_folds(model, make_fold_plan(model, plan, tied=tied), config)
+    return _proved(model, make_fold_plan(model, plan, tied=tied), config, as_built)
 
 
-def proved_folds(model: nn.Module, folds: FoldPlan, config: Any) -> FoldPlan:
+def _proved(model: nn.Module, folds: FoldPlan, config: Any, as_built: bool) -> FoldPlan:
     """Return a plan without the folds that cannot be proved on small models of the class.
 
-    A model without a configuration, which no other can be built like, is copied with random weights instead.
+    A model that is not as its class builds it from the configuration (without one, or with modules that were put in
+    later) is copied with random weights instead.
     """
-    if config is None:
+    if config is None or not (as_built or is_as_built(model, config)):
         return leave(folds, _prove_on_copy(model, folds))
     if folds.unties and (reason := changes_when_untied(model)):
         folds = leave(folds, {fold.name: reason for fold in folds.folds if fold.untie})
@@ -106,7 +109,10 @@ def proved_folds(model: nn.Module, folds: FoldPlan, config: Any) -> FoldPlan:
 def _prove_on_copy(model: nn.Module, folds: FoldPlan) -> dict[str, str]:
     subject = with_values(model)
     if subject is None:
-        reason = f"it cannot be proved: {type(model).__name__} has no configuration and is too large to be copied"
+        reason = (
+            f"it cannot be proved: {type(model).__name__} is not as its class and a configuration make it, so that no "
+            f"small model can stand for it, and it is too large to be copied"
+        )
         return {fold.name: reason for fold in folds.folds}
     try:
         return prove(subject.double().eval(), folds)
@@ -142,7 +148,7 @@ def prepare_folds(
         NothingToPatchError: no gain can be folded.
     """
     refuse_quantized(source.config, source.name)
-    folds = plan_folds(model, plan, source.config, tied=tied) if folds is None else folds
+    folds = plan_folds(model, plan, source.config, tied=tied, as_built=True) if folds is None else folds
     folds = leave(folds, without or {})
     stored = map_stored(model, checkpoint)
     folds = leave(folds, _other_heads(model, checkpoint, stored, folds, asked))

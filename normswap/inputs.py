@@ -121,8 +121,7 @@ def make_inputs(
     raise ModelError(
         f"found no inputs that {type(model).__name__} runs on (forward takes {', '.join(names)}; required: "
         f"{', '.join(required) or 'none'}); tried {len(errors)}, the first said: "
-        f"{errors[0] if errors else 'nothing to try'}. Without a run there is no proof: use --no-verify to go on "
-        f"without one"
+        f"{errors[0] if errors else 'nothing to try'}"
     )
 
 
@@ -267,7 +266,7 @@ def _known(rows: list[list[int]], tokenizer: Any, model: nn.Module, *, insist: b
     if size is not None and top >= size:
         raise ModelError(
             f"expected token ids below {size}, the size of {type(model).__name__}'s embedding, got {top}: the "
-            f"tokenizer does not belong to this checkpoint; repair it, or use --no-verify"
+            f"tokenizer does not belong to this checkpoint; repair it"
         )
     unknown = getattr(tokenizer, "unk_token_id", None)
     total = sum(len(row) for row in rows)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from normswap import loading, modules
-from normswap.errors import UsageError
+from normswap.errors import ModelError, UsageError
 from normswap.foldplan import FoldPlan, effective_gain
 from normswap.gains import fold_
 from normswap.inputs import make_inputs
@@ -143,7 +143,10 @@ def _measure(
 ) -> ParityReport:
     if serving.progress is not None:
         serving.progress("choosing inputs", 0, 1)
-    inputs = make_inputs(original(serving.dtype), config, tokenizer, text=serving.text)
+    try:
+        inputs = make_inputs(original(serving.dtype), config, tokenizer, text=serving.text)
+    except ModelError as error:
+        raise ModelError(f"{error}. Without a run nothing is measured; --no-verify goes on without") from error
     return measure(
         original,
         converted,

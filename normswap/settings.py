@@ -83,7 +83,8 @@ def embedding_size(model: nn.Module) -> int | None:
     try:
         embedding = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
-        return None
+        # A model of no library: its first table.
+        embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     size = getattr(embedding, "num_embeddings", None)
     if size is None:
         weight = getattr(embedding, "weight", None)

@@ -21,8 +21,9 @@ from normswap.plan import Plan, make_plan
 from normswap.quiet import first_line, quiet
 from normswap.reducing import Recipe, Unfit, layer_counts, recipes, reduce
 from normswap.replica import original_class
+from normswap.wrapping import has_own_forward
 
-__all__ = ["Twin", "build_twin", "small_twin", "structure", "twins"]
+__all__ = ["Twin", "build_twin", "is_as_built", "small_twin", "structure", "twins"]
 
 # A model below this number of parameters is its own twin; no twin may be larger than the other.
 _SMALL = 2_000_000
@@ -275,6 +276,26 @@ def _build(cls: type[nn.Module], config: Any, device: torch.device) -> nn.Module
     except Exception as error:
         raise ModelError(f"{cls.__name__} does not build ({type(error).__name__}: {first_line(error)})") from error
     return model.eval()
+
+
+def is_as_built(model: nn.Module, config: Any) -> bool:
+    """Whether a model has the modules that its class builds from the configuration, with the forwards of their classes.
+
+    Args:
+        model: of any size; its parameters may be on the meta device.
+        config: its configuration.
+    """
+    if any(has_own_forward(module) for module in model.modules()):
+        return False
+    try:
+        built = _build(original_class(model), copy.deepcopy(config), torch.device("meta"))
+    except ModelError:
+        return False
+    return _classes(built) == _classes(model)
+
+
+def _classes(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: original_class(module) for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def structure(model: nn.Module) -> Structure:

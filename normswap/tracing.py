@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from normswap import unreal
+from normswap.escapes import kept, returned
+from normswap.followed import EMBEDDING, UNREAD, Norm, Read, bias_words, meaning
 from normswap.marks import ZERO, Blocked, Contraction, Mark, apply_op, contraction
 from normswap.spec import NormSpec
 from normswap.weights import Region, Weights, alike_key
 from normswap.wrapping import original_class
 
-__all__ = ["EMBEDDING", "Norm", "Read", "Tracer", "bias_words"]
+__all__ = ["Tracer", "Unending"]
 
 _VIEWS = {"view", "_unsafe_view", "reshape", "transpose", "t", "permute", "squeeze", "unsqueeze", "alias", "detach"}
 _LOOKS = {
@@ -28,55 +29,19 @@ _LOOKS = {
     *("alias", "detach", "slice", "select", "split", "split_with_sizes", "unbind", "expand", "as_strided"),
     *("sym_size", "sym_stride", "sym_numel", "is_nonzero", "lift_fresh", "diagonal", "unfold"),
 }
+# No forward that ends takes longer.
+_MOST_STEPS = 3_000_000
+_KNOWN = {"aten", "prim"}
 # What they make has a tensor's shape and none of its values.
 _SHAPES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros"),
     *("new_ones", "new_full", "new_empty_strided"),
 }
 _COPIES = {"_to_copy", "clone", "contiguous"}
-_MEANINGS = {
-    "add": "it is added to something else",
-    "sub": "it is subtracted from something else, or that from it",
-    "mul": "it is multiplied with itself or with another norm's output",
-    "mm": "it is multiplied with what is no weight",
-    "bmm": "it is multiplied with what is no weight",
-    "copy": "it is written into something else",
-    "index_add": "it is added to something else",
-    "index_put": "it is written into something else",
-}
-# The code of a column that no product has read yet.
-_UNREAD = -9
-EMBEDDING = "embedding"
 
 
-@dataclass(eq=False)
-class Norm:
-    """A norm on the way, or several of one gain, and what was found out about the output."""
-
-    names: list[str]
-    module: nn.Module
-    spec: NormSpec | None
-    first: int = 0
-    channels: int = 0
-    blockers: dict[str, None] = field(default_factory=dict)
-    plain: bool = True
-    waiting: set[int] = field(default_factory=set)
-
-    @property
-    def reached(self) -> bool:
-        """Whether a forward came by each of its modules."""
-        return not self.waiting
-
-
-@dataclass
-class Read:
-    """All products of one weight along one axis with marked tensors."""
-
-    name: str
-    axis: int
-    codes: torch.Tensor
-    parts: dict[tuple[int, ...], int] = field(default_factory=dict)
-    biases: dict[int | None, None] = field(default_factory=dict)
+class Unending(Exception):
+    """A forward takes more steps than one of its kind should."""
 
 
 class Tracer(TorchDispatchMode):
@@ -113,6 +78,8 @@ class Tracer(TorchDispatchMode):
         self.reads: dict[tuple[int, int], Read] = {}
         self.others: dict[int, dict[str, None]] = {}
 
+        self.steps, self.most_steps = 0, _MOST_STEPS
+
     # The walk.
 
     @contextlib.contextmanager
@@ -122,7 +89,7 @@ class Tracer(TorchDispatchMode):
             for name, module in self.model.named_modules():
                 norm = self.norm_at.get(id(module))
                 handles.append(module.register_forward_pre_hook(self._entering(name, norm), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leaving(norm), always_call=True))
+                handles.append(module.register_forward_hook(self._leaving(norm), prepend=True, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -151,13 +118,25 @@ class Tracer(TorchDispatchMode):
 
         return hook
 
-    def run(self, batch: Mapping[str, Any]) -> None:
-        self.stack, self.inside = [], 0
+    def run(self, batch: Mapping[str, Any], most_steps: int | None = None) -> None:
+        """Run a forward, and take note of what leaves it.
+
+        Args:
+            batch: its keyword arguments.
+            most_steps: operations after which it is given up.
+
+        Raises:
+            Exception: whatever the model's code raises.
+        """
+        self.stack, self.inside, self.steps = [], 0, 0
+        self.most_steps = most_steps or _MOST_STEPS
         inputs = {key: self._as_input(value) for key, value in batch.items()}
         with self:
             output = self.model(**inputs)
-        for value in _returned(output):
+        for value in returned(output):
             self.block(value, "the model returns it")
+        for where, value in kept(self.model):
+            self.block(value, f"it is kept as {where}")
 
     def _as_input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -191,14 +170,20 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # An operation of another library may bear the name of one of torch's.
         name = func.overloadpacket.__name__
+        known = func.namespace in _KNOWN or (func.namespace == "transformers" and "grouped_mm" in name)
+        name = name if known else f"{func.namespace}::{name}"
+        self.steps += 1
+        if self.steps > self.most_steps:
+            raise Unending(f"{type(self.model).__name__} takes more than {self.most_steps} steps")
         result = unreal.run(name, func, args, kwargs) if self.unreal else func(*args, **kwargs)
         self._follow(name, func, args, kwargs, result)
         return result
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if name in _COPIES and tensors and self.weights.owner(tensors[0]) is not None:
+        if name in _COPIES and tensors and self.weights.owner(tensors[0]) is not None and _keeps_values(result):
             self.weights.note_copy(tensors[0], result)
             return
         marked = not self.inside and any(hasattr(value, "_normswap_mark") for value in tensors)
@@ -221,6 +206,9 @@ class Tracer(TorchDispatchMode):
             self._write(name, args[0], args[1])
             return
         function = getattr(torch.ops.aten, base) if base != name else func
+        if base == "_to_copy" and not _keeps_values(result):
+            self.refuse(tensors, name)
+            return
         try:
             marks = apply_op(base, function, args, kwargs, _mark_of)
         except Blocked:
@@ -247,6 +235,8 @@ class Tracer(TorchDispatchMode):
             if _mark_of(other) is not None:
                 return False
             rows = mark.codes.movedim(dim, -1).reshape(-1, mark.codes.shape[dim])
+            # The very same row, over and over.
+            rows = rows[:1] if not rows.stride(0) else rows
             if rows.numel() and bool((rows == rows[:, :1]).all()) and rows.shape[-1] > 1:
                 return self._mix(product, tensor, mark, dim, result)
             region = self.weights.find(other)
@@ -283,13 +273,13 @@ class Tracer(TorchDispatchMode):
             return False
         read = self.reads.get((id(parameter), axis))
         if read is None:
-            fresh = torch.full((size,), _UNREAD, dtype=torch.int32)
+            fresh = torch.full((size,), UNREAD, dtype=torch.int32)
             read = self.reads[id(parameter), axis] = Read(self.name_of(parameter), axis, fresh)
         span = slice(positions.start, positions.stop, positions.step)
         before = read.codes[span]
-        if not bool(((before == _UNREAD) | (before == codes)).all()):
+        if not bool(((before == UNREAD) | (before == codes)).all()):
             for one in (before, codes):
-                self.block_codes(one[(before != codes) & (before != _UNREAD)], f"{read.name} reads other rows as well")
+                self.block_codes(one[(before != codes) & (before != UNREAD)], f"{read.name} reads other rows as well")
         read.codes[span] = codes
         read.parts[region.key] = region.volume
         owner = None if bias is None else self.weights.owner(bias)
@@ -362,10 +352,8 @@ class Tracer(TorchDispatchMode):
         return f"{name.strip('_')} in {where or 'the model'} ({original_class(module).__name__})"
 
     def refuse(self, tensors: list[torch.Tensor], name: str) -> None:
-        word = name.strip("_")
-        meaning = _MEANINGS.get(word, "attention scores are taken of it" if "attention" in word else "not linear in it")
         for value in tensors:
-            self.block(value, f"{self.say(name)}: {meaning}")
+            self.block(value, f"{self.say(name)}: {meaning(name.strip('_'))}")
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The parameter's name in the module that runs, else its first one."""
@@ -376,21 +364,10 @@ class Tracer(TorchDispatchMode):
         return self.names[id(parameter)]
 
 
-def bias_words(read: Read) -> str:
-    return f"bias of {read.name}"
-
-
 def _mark_of(value: Any) -> Mark | None:
     return getattr(value, "_normswap_mark", None) if isinstance(value, torch.Tensor) else None
 
 
-def _returned(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model's output; what a cache keeps for the next step is none."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _returned(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _returned(value)
+def _keeps_values(copy: Any) -> bool:
+    """Whether a copy has a dtype in which the values of a weight or a row are still themselves."""
+    return isinstance(copy, torch.Tensor) and copy.is_floating_point() and copy.dtype.itemsize > 1

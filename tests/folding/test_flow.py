@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from normswap.errors import ModelError
 from normswap.flow import Reading, follow
+from normswap.folding import make_fold_plan
 from normswap.foldplan import Piece
 from normswap.plan import make_plan
 from normswap.spec import NormSpec
@@ -19,6 +22,17 @@ from normswap.spec import NormSpec
 pytestmark = pytest.mark.core
 
 WIDTH = 8
+
+
+@torch.library.custom_op("normswap_tests::linear", mutates_args=())
+def rounding_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Not what its name says."""
+    return F.linear(x.round(), weight)
+
+
+@rounding_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 class Reader(nn.Module):
@@ -166,6 +180,15 @@ BLOCKERS: dict[str, tuple[Callable[..., Any], str]] = {
     "written into a buffer": (
         lambda m, n, h: F.linear(torch.zeros_like(h).index_add_(0, torch.arange(2), n), m.w), "index_add in the model",
     ),
+    "kept on the module": (
+        lambda m, n, h: [setattr(m, "features", [n]), F.linear(n, m.w)][1], "it is kept as features",
+    ),
+    "returned in an object": (
+        lambda m, n, h: {"logits": F.linear(n, m.w), "more": SimpleNamespace(rows=n)}, "the model returns it",
+    ),
+    "rounded to integers": (lambda m, n, h: F.linear(n.to(torch.int32).float(), m.w), "to_copy in the model"),
+    "a weight rounded to integers": (lambda m, n, h: F.linear(n, m.w.to(torch.int8).float()), "mm in the model"),
+    "an operation of another library": (lambda m, n, h: torch.ops.normswap_tests.linear(n, m.w), "linear in the model"),
     "divided by": (lambda m, n, h: F.linear(h / n, m.w), "div in the model"),
 }  # fmt: skip
 
@@ -242,3 +265,49 @@ def test_a_packed_attention_reads_with_all_its_rows(device: str) -> None:
         ("attention.in_proj_weight", "attention.in_proj_bias"),
     ]
     assert found.blockers == [] and found.plain
+
+
+def test_what_a_hook_makes_of_the_row_is_followed(device: str) -> None:
+    model = Reader(lambda m, n, h: F.linear(n, m.w), w=(5, WIDTH))
+    model.norm.register_forward_hook(lambda module, args, output: output + args[0])
+    assert any("add in the model" in blocker for blocker in reading(model, device=device).blockers)
+
+
+class Branching(nn.Module):
+    """A model that takes other paths for long inputs, without a mask, and when asked."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 60)
+        self.path = path
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, features: bool = False
+    ) -> Any:
+        row = self.norm(self.table(input_ids))
+        taken = {"long": row.shape[1] > 512, "unmasked": attention_mask is None, "asked": features, "never": False}
+        return self.head(row + self.table(input_ids) if taken[self.path] else row)
+
+
+@pytest.mark.parametrize("path", ["long", "unmasked", "asked", "never"])
+def test_paths_that_other_arguments_take_are_walked_too(path: str) -> None:
+    model = Branching(path).eval()
+    found = make_fold_plan(model, make_plan(model)).decisions[0]
+    assert (found.action == "fold") == (path == "never"), found.reason
+    assert path == "never" or "it is added to something else" in found.reason
+
+
+def test_a_forward_that_says_nothing_of_its_arguments_is_told() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Branching("never")
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    model = Wrapper().eval()
+    with pytest.raises(ModelError, match=r"does not say what it takes .*fold the model inside it"):
+        make_fold_plan(model, make_plan(model))

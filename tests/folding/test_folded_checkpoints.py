@@ -225,3 +225,42 @@ def test_inspect_says_from_the_config_alone_what_would_be_folded(llama: Path, tm
     assert "5 of 5 gains to fold into 11 weights" in repr(found)
     with pytest.raises(CheckpointError):
         normswap.inspect(tmp_path / "nowhere", fold=True)
+
+
+class Ternary(torch.nn.Linear):
+    """A linear map whose weight is rounded where it is used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, (3 * self.weight).round() / 3)
+
+
+def test_modules_that_were_put_in_later_are_seen() -> None:
+    model = tiny_llama()
+    linear = Ternary(32, 48, bias=False)
+    model.model.layers[0].mlp.gate_proj = linear
+    before, expected = linear.weight.detach().clone(), logits(model)
+    normswap.fold(model)
+    assert torch.equal(linear.weight, before)
+    assert not bool((model.model.layers[0].post_attention_layernorm.weight == 1).all())
+    assert bool((model.model.layers[1].post_attention_layernorm.weight == 1).all())
+    assert distance(expected, logits(model)) < 1e-6
+
+
+def test_a_model_of_no_library_folds_by_a_proof_on_its_copy() -> None:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm = torch.nn.Embedding(16, 8), torch.nn.LayerNorm(8)
+            self.head = torch.nn.Linear(8, 16)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.table(input_ids)))
+
+    model = Plain().eval()
+    with torch.no_grad():
+        model.norm.weight.uniform_(0.5, 2)
+        model.norm.bias.uniform_(-1, 1)
+        expected = model(torch.arange(16)[None])
+        normswap.fold(model)
+        assert bool((model.norm.weight == 1).all()) and not model.norm.bias.any()
+        assert distance(expected.double(), model(torch.arange(16)[None]).double()) < 1e-6
