@@ -25,8 +25,16 @@ Tied = Literal["skip", "untie"]
 
 # Long enough for every position to have neighbours, short enough for a forward without values to cost nothing.
 _TOKENS = 8
-# Arguments that are one of several ways to give the input itself.
-_MAIN = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "decoder_input_ids")
+# Arguments that are one of several ways to give the input itself, and the one that keeps a cache from being returned.
+_MAIN = (
+    "input_ids",
+    "inputs_embeds",
+    "pixel_values",
+    "input_values",
+    "input_features",
+    "decoder_input_ids",
+    "use_cache",
+)
 # Past what code takes another path for: windows, blocks, first positions.
 _LONG = 1300
 # What is run with random weights where no forward without values succeeds.

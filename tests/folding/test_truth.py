@@ -58,10 +58,13 @@ MORE_READERS = {
     ("longcat_flash", "model.layers.{i}.post_attention_layernorm.{i}"): "model.layers.{i}.mlp.experts.gate_up_proj",
     ("siglip_vision_model", "post_layernorm"): "head.attention.in_proj_weight",
 }
-# The table ran this decoder without an encoder's states. With them its cross-attention reads the norm in place of the
-# first linear map; the residual stream reads it both times, so that it is refused for the same reason.
+# The table ran this decoder without an encoder's states. It is run with them and without: its cross-attention reads the
+# norm, or the first linear map does. The residual stream reads it both times, so that it is refused for the same reason.
 OTHER_RUN = {
-    ("bart", "model.decoder.layers.{i}.self_attn_layer_norm"): "model.decoder.layers.{i}.encoder_attn.q_proj.weight",
+    ("bart", "model.decoder.layers.{i}.self_attn_layer_norm"): [
+        "model.decoder.layers.{i}.encoder_attn.q_proj.weight",
+        "model.decoder.layers.{i}.fc1.weight",
+    ],
 }
 TIED = ("bert", "gemma", "gpt2", "lfm2", "t5")
 FEW = ("axk2", "bamba", "falcon", "gpt2", "jamba", "mixtral", "qwen2_vl|vision", "t5", "zamba2")
@@ -123,7 +126,7 @@ def answer(foldable: bool, consumers: Any) -> Answer:
 def answers_of_table(key: str, name: str) -> set[Answer]:
     entry = TRUTH[key][name]
     if (key, name) in OTHER_RUN:
-        return {answer(False, [OTHER_RUN[key, name]])}
+        return {answer(False, OTHER_RUN[key, name])}
     kinds = [(kind["foldable"], kind["consumers"]) for kind in entry.get("variants") or [entry]]
     if (key, name) in MORE_KINDS:
         kinds.append((True, MORE_KINDS[key, name]))
