@@ -59,7 +59,7 @@ MORE_READERS = {
     ("siglip_vision_model", "post_layernorm"): "head.attention.in_proj_weight",
 }
 # The table ran this decoder without an encoder's states. It is run with them and without: its cross-attention reads the
-# norm, or the first linear map does. The residual stream reads it both times, so that it is refused for the same reason.
+# norm, or the first linear map does. The residual stream reads it both times, so that it is refused anyway.
 OTHER_RUN = {
     ("bart", "model.decoder.layers.{i}.self_attn_layer_norm"): [
         "model.decoder.layers.{i}.encoder_attn.q_proj.weight",
