@@ -25,6 +25,7 @@ from normswap.patching import Patterns, apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
 from normswap.rechecking import recheck
 from normswap.source import Source
+from normswap.untying import require_untied
 
 __all__ = ["Conversion", "Inspection", "convert", "fold", "inspect", "load", "patch", "unpatch", "verify"]
 
@@ -211,13 +212,24 @@ def verify(
     folds = None if manifest is None or not manifest.get("folds") else folds_of_manifest(manifest)
     faults: list[str] = []
     if folds is not None and other is not None:
-        faults = [f"folds: {fault}" for fault in _recheck(original, other, files, folds)]
+        faults = [f"folds: {fault}" for fault in _recheck(original, other, converted, files, folds)]
     report = measure_sources(original, converted, plan_of, serving, folds=None if other is None else folds)
     notes = [*report.notes, *ckpt.notes_on_weights(files, other, manifest)]
     return replace(report, failures=[*faults[:_SHOWN], *report.failures], notes=notes)
 
 
-def _recheck(source: Source, original: ckpt.Checkpoint, converted: ckpt.Checkpoint, folds: FoldPlan) -> list[str]:
+def _recheck(
+    source: Source, original: ckpt.Checkpoint, converted: Source, files: ckpt.Checkpoint, folds: FoldPlan
+) -> list[str]:
     model = loading.build_meta(source)
-    work = prepare_folds(source, original, model, make_plan(model), folds=folds, asked=("*",))
-    return recheck(original, converted, work.edits)
+    plan = make_plan(model)
+    if unknown := sorted({fold.name for fold in folds.folds} - {decision.name for decision in plan.decisions}):
+        raise CheckpointError(f"the manifest names folds of {unknown[0]}, the model has no such norm; convert it again")
+    work = prepare_folds(source, original, model, plan, folds=folds, asked=("*",))
+    faults = recheck(original, files, work.edits)
+    if work.config is not None:
+        try:
+            require_untied(converted, files)
+        except CheckpointError as error:
+            faults.append(str(error))
+    return faults

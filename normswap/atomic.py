@@ -158,12 +158,15 @@ def _full_disk(error: BaseException) -> OSError | None:
 
 
 def _remove_partial(out: Path) -> None:
-    """Remove what an interrupted run kept to be resumed, unless a live run is at it."""
+    """Remove what an interrupted run kept to be resumed; refuse to go on beside a live one."""
     with contextlib.suppress(OSError, ValueError):
         partial = partial_folder(out)
         if partial.is_symlink():
             return
-        handle = claim(partial)
+        try:
+            handle = claim(partial)
+        except BlockingIOError as error:
+            raise OutputError(f"another run is writing {out}; wait for it to end, or choose another name") from error
         shutil.rmtree(partial, ignore_errors=True)
         if handle is not None:
             os.close(handle)

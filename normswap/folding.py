@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
 
 from normswap.candidates import propose
 from normswap.errors import ModelError
@@ -173,10 +174,23 @@ def _variations(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[dict[str
     optional = [name for name in batch if name in parameters and parameters[name].default is None and name not in _MAIN]
     if optional:
         yield {key: value for key, value in batch.items() if key not in optional}
+    if _hands_rows_on(model):
+        yield {**batch, "output_hidden_states": True}
     for name, parameter in parameters.items():
         # What is asked for by these names is what a folded model is expected to give of itself.
         if isinstance(parameter.default, bool) and not name.startswith(("output_", "return_dict", "use_cache")):
             yield {**batch, name: not parameter.default}
+
+
+def _hands_rows_on(model: nn.Module) -> bool:
+    """Whether a method beside the forward reads hidden states of it, such as a generate with a second decoder."""
+    bases = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__}
+    for cls in type(model).__mro__:
+        for name, value in vars(cls).items() if cls not in bases else ():
+            code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
+            if name != "forward" and code is not None and "hidden_states" in code.co_names:
+                return True
+    return False
 
 
 def _longer(ids: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,7 @@ def _new_header(source: bytes, segments: list[Segment]) -> bytes:
 
 
 def rewrite_index(checkpoint: Checkpoint, target: Path, added: Mapping[str, Added]) -> None:
-    """Write the index with the added tensors in it: the map, and the totals where it has them.
+    """Write the index anew: the map with the added tensors, and its totals counted from the headers.
 
     Args:
         checkpoint: the source; nothing is written where it has no index.
@@ -174,20 +174,18 @@ def rewrite_index(checkpoint: Checkpoint, target: Path, added: Mapping[str, Adde
     """
     if checkpoint.index is None or checkpoint.index_name is None:
         return
-    weight_map = dict(checkpoint.index["weight_map"])
-    size = count = 0
-    for key, new in added.items():
-        entry = checkpoint.tensors[new.source]
-        weight_map[key] = entry.file
-        numbers = math.prod(entry.shape)
-        count += numbers
-        size += numbers * BITS[entry.dtype] // 8
+    weight_map = {**checkpoint.index["weight_map"]}
+    weight_map.update({key: checkpoint.tensors[new.source].file for key, new in added.items()})
+    entries = [*checkpoint.tensors.values(), *(checkpoint.tensors[new.source] for new in added.values())]
+    numbers = [math.prod(entry.shape) for entry in entries]
+    totals = {
+        "total_size": sum(count * BITS[entry.dtype] // 8 for count, entry in zip(numbers, entries, strict=True)),
+        "total_parameters": sum(numbers),
+    }
     metadata = checkpoint.index.get("metadata")
     index = {**checkpoint.index, "weight_map": weight_map}
     if isinstance(metadata, dict):
-        totals = {"total_size": size, "total_parameters": count}
-        grown = {k: metadata[k] + more for k, more in totals.items() if isinstance(metadata.get(k), int | float)}
-        index["metadata"] = {**metadata, **grown}
+        index["metadata"] = {**metadata, **{key: count for key, count in totals.items() if key in metadata}}
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     (target / checkpoint.index_name).write_text(text, encoding="utf-8")
 

@@ -99,6 +99,8 @@ def _fold_of(entry: Any) -> Fold:
             )
             for one in entry["consumers"]
         )
+        if not consumers or not all(consumer.pieces for consumer in consumers):
+            raise ValueError("no reader, or one that reads nothing")
         spec = NormSpec.from_dict(entry["spec"])
         return Fold(str(entry["name"]), "fold", "", consumers, bool(entry["untie"]), entry["bias"], spec)
     except (KeyError, TypeError, ValueError) as error:

@@ -101,7 +101,7 @@ def write_checkpoint(
         writer.finite = FiniteCheck(parameters)
         writer.check, writer.journal, writer.progress = check, journal, progress
         written = writer.run()
-    if added:
+    if edits or added:
         rewrite_index(checkpoint, target, added)
     check_written(checkpoint, target, added)
     return written

@@ -311,3 +311,26 @@ def test_a_forward_that_says_nothing_of_its_arguments_is_told() -> None:
     model = Wrapper().eval()
     with pytest.raises(ModelError, match=r"does not say what it takes .*fold the model inside it"):
         make_fold_plan(model, make_plan(model))
+
+
+class TwoDecoders(nn.Module):
+    """A model whose generate hands hidden states to something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(60, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 60)
+
+    def forward(self, input_ids: torch.Tensor, output_hidden_states: bool = False) -> Any:
+        row = self.norm(self.table(input_ids))
+        return SimpleNamespace(logits=self.head(row), hidden_states=(row,) if output_hidden_states else None)
+
+    def generate(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Read the last row of the forward."""
+        return self(input_ids, output_hidden_states=True).hidden_states[-1].argmax(-1)
+
+
+def test_rows_that_another_method_reads_are_left() -> None:
+    model = TwoDecoders().eval()
+    assert make_fold_plan(model, make_plan(model)).decisions[0].reason == "the model returns it"
+    del TwoDecoders.generate
+    assert make_fold_plan(model, make_plan(model)).decisions[0].action == "fold"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,3 +266,47 @@ def test_a_model_of_no_library_folds_by_a_proof_on_its_copy() -> None:
         normswap.fold(model)
         assert bool((model.norm.weight == 1).all()) and not model.norm.bias.any()
         assert distance(expected.double(), model(torch.arange(16)[None]).double()) < 1e-6
+
+
+def test_a_head_that_is_tied_again_is_told(tmp_path: Path) -> None:
+    source = saved(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")
+    normswap.convert(source, tmp_path / "out", fold=True, tied="untie", verify=False)
+    config = tmp_path / "out" / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    report = normswap.verify(tmp_path / "out")
+    assert any("its configuration ties it still" in failure for failure in report.failures), report.failures
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda fold: fold["consumers"][0].update(pieces=[]), "the manifest is damaged: expected a fold"),
+        (lambda fold: fold.pop("bias"), "the manifest is damaged: expected a fold"),
+        (lambda fold: fold.update(name="model.nowhere"), "names folds of model.nowhere, the model has no such norm"),
+    ],
+)
+def test_a_damaged_record_of_folds_is_told(
+    llama: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    normswap.convert(llama, tmp_path / "out", fold=True, verify=False)
+    file = tmp_path / "out" / "normswap.json"
+    manifest = json.loads(file.read_text())
+    change(manifest["folds"][0])
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=words):
+        normswap.verify(tmp_path / "out")
+
+
+def test_the_index_of_a_folded_checkpoint_is_counted_anew(tmp_path: Path) -> None:
+    source = saved(tiny_llama(tie_word_embeddings=True), tmp_path / "source", max_shard_size="20KB")
+    file = source / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    right = index["metadata"]["total_size"]
+    index["metadata"]["total_size"] = 5
+    file.write_text(json.dumps(index))
+    normswap.convert(source, tmp_path / "out", fold=True, tied="untie", verify=False)
+    written = json.loads((tmp_path / "out" / file.name).read_text())
+    assert written["metadata"]["total_size"] == right + 64 * 32 * 4
+    shard = index["weight_map"]["model.embed_tokens.weight"]
+    assert written["weight_map"] == {**index["weight_map"], "lm_head.weight": shard}
+    assert distance(logits(source), logits(tmp_path / "out")) < 1e-6
