@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from normswap.settings import SPECIAL, Settings
 
-__all__ = ["Recipe", "Unfit", "layer_counts", "recipes", "reduce"]
+__all__ = ["Indivisible", "Recipe", "layer_counts", "recipes", "reduce"]
 
 _LAYERS = re.compile(r"(^|_)n_?layers?$|layers?$|^depths?$|_depths?$|(^|_)num_blocks$|^blocks_per_stage$")
 _HEADS = re.compile(r"heads?$|^multi_query_group_num$|(^|_)n_?groups$")
@@ -43,7 +43,7 @@ _MOST_CHOSEN = 16
 _MOST_PLACES = 128
 
 
-class Unfit(Exception):
+class Indivisible(Exception):
     """A configuration cannot be made smaller in this way."""
 
 
@@ -97,7 +97,7 @@ def reduce(config: Any, recipe: Recipe) -> Any:
         recipe: how small.
 
     Raises:
-        Unfit: the numbers do not divide.
+        Indivisible: the numbers do not divide.
     """
     small = copy.deepcopy(config)
     parts = Settings(small).configs
@@ -117,12 +117,12 @@ def _factor(parts: list[Any], recipe: Recipe) -> int:
     if not widest:
         widest = max((v for part in parts for k, v in _numbers(part) if _is_width(k)), default=0)
     if widest < 2 * width:
-        raise Unfit(f"its widest hidden state, {widest}, is not twice {width}")
+        raise Indivisible(f"its widest hidden state, {widest}, is not twice {width}")
     factor = int(2 ** math.floor(math.log2(widest / width)))
     if recipe.heads == "wide":
         factor = math.gcd(factor, *(v for part in parts for k, v in _numbers(part) if _counts_heads(k) and v > 1))
         if factor == 1:
-            raise Unfit("its numbers of heads have no even divisor")
+            raise Indivisible("its numbers of heads have no even divisor")
     return factor
 
 
@@ -181,7 +181,7 @@ class _Reducer:
                 fewer //= 2
         if not heads and not widths:
             return 1, self.factor
-        raise Unfit(f"its heads {heads} and their widths {widths} do not divide by {self.factor}")
+        raise Indivisible(f"its heads {heads} and their widths {widths} do not divide by {self.factor}")
 
     def run(self) -> None:
         for name, value in list(vars(self.part).items()):
@@ -283,7 +283,7 @@ def _cut_vocabulary(parts: list[Any], most: int) -> None:
     beyond = sorted({i for part in parts for i in _special(part) if i >= most}, reverse=True)
     moved = {old: most - 1 - at for at, old in enumerate(beyond)}
     if len(moved) > most // 2:
-        raise Unfit(f"{len(moved)} of its token ids have a meaning")
+        raise Indivisible(f"{len(moved)} of its token ids have a meaning")
     change: Callable[[Any], Any] = lambda value: moved.get(value, value) if type(value) is int else value  # noqa: E731
     for part in parts:
         for name, value in list(vars(part).items()):

@@ -19,7 +19,7 @@ from normswap.inputs import run
 from normswap.naming import name_pattern
 from normswap.plan import Plan, make_plan
 from normswap.quiet import first_line, quiet
-from normswap.reducing import Recipe, Unfit, layer_counts, recipes, reduce
+from normswap.reducing import Indivisible, Recipe, layer_counts, recipes, reduce
 from normswap.replica import original_class
 from normswap.wrapping import has_own_forward
 
@@ -136,7 +136,7 @@ def _runs_on_text(cls: type[nn.Module], config: Any, recipe: Recipe | None) -> b
         names = inspect.signature(model.forward).parameters
         with quiet():
             run(model, {n: ids for n in ("input_ids", "decoder_input_ids") if n in names}, torch.float32, "cpu")
-    except (ModelError, Unfit):
+    except (ModelError, Indivisible):
         return False
     return True
 
@@ -158,11 +158,11 @@ def _matching(cls: type[nn.Module], config: Any, wanted: Structure, problems: li
                 continue
             try:
                 candidate = _build(cls, reduce(config, tried), torch.device("meta"))
-            except (Unfit, ModelError) as error:
+            except (Indivisible, ModelError) as error:
                 problems.append(str(error))
                 failures += 1
                 # What does not divide with few layers does not with more.
-                if isinstance(error, Unfit):
+                if isinstance(error, Indivisible):
                     break
                 continue
             if sum(parameter.numel() for parameter in candidate.parameters()) > _LARGEST:

@@ -7,6 +7,7 @@ import torch
 from parity_models import llama
 from torch import nn
 
+import normswap
 from normswap.errors import ModelError, UsageError
 from normswap.inputs import Inputs, make_inputs, output_of, run
 
@@ -102,7 +103,7 @@ def test_files_that_are_no_text_are_errors(model, tmp_path):
 
 @pytest.mark.core
 def test_a_foreign_tokenizer_is_refused(model):
-    with pytest.raises(ModelError, match=r"token ids below 300.*LlamaForCausalLM.*--no-verify"):
+    with pytest.raises(ModelError, match=r"token ids below 300.*LlamaForCausalLM.*repair it"):
         make_inputs(model, model.config, Words(size=5000))
 
 
@@ -124,7 +125,7 @@ def test_a_model_that_runs_on_nothing_is_named():
         def forward(self, input_ids, secret):
             return input_ids
 
-    with pytest.raises(ModelError, match=r"Odd runs on.*required: input_ids, secret.*--no-verify"):
+    with pytest.raises(ModelError, match=r"Odd runs on.*required: input_ids, secret"):
         make_inputs(Odd(), types.SimpleNamespace())
 
 
@@ -201,3 +202,17 @@ def test_families_run(model_type, kind):
     assert len(inputs.batches) == 8
     for batch in inputs.batches:
         assert run(model, batch, torch.float32, "cpu").main.isfinite().all()
+
+
+@pytest.mark.core
+def test_without_inputs_a_measurement_says_how_to_go_on():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, input_ids, secret):
+            return self.norm(secret)
+
+    with pytest.raises(ModelError, match=r"required: input_ids, secret.*--no-verify goes on without"):
+        normswap.verify(Odd())

@@ -11,7 +11,7 @@ from tiny_checkpoints import tiny_llama
 from torch import nn
 
 from normswap.errors import ModelError
-from normswap.reducing import Recipe, Unfit, layer_counts, reduce
+from normswap.reducing import Indivisible, Recipe, layer_counts, reduce
 from normswap.shrinking import build_twin, small_twin, structure
 
 pytestmark = pytest.mark.core
@@ -241,7 +241,7 @@ def test_lists_of_layers_are_cut() -> None:
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(Unfit, match="do not divide"):
+    with pytest.raises(Indivisible, match="do not divide"):
         reduce(transformers.LlamaConfig(hidden_size=1000, num_attention_heads=25, head_dim=40), Recipe(64))
-    with pytest.raises(Unfit, match="is not twice 64"):
+    with pytest.raises(Indivisible, match="is not twice 64"):
         reduce(transformers.LlamaConfig(hidden_size=96, num_attention_heads=4), Recipe(64))
