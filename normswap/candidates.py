@@ -37,6 +37,8 @@ _MEDIA: tuple[tuple[str, tuple[str, ...], Callable[..., Iterator[dict[str, Part]
 _FEW = 4
 _TRIES = 24
 _ALL = 300
+# Numbers that are drawn for them, in all: sizes that an error asks for may be those of long videos.
+_NUMBERS = 1 << 28
 _CHANGES = 12
 # How many forms of one kind may run and come by nothing new before the rest of them are left.
 _IDLE = 2
@@ -115,6 +117,7 @@ class _Search:
         self.mender = Mender(model, settings, names, self._width())
         self.seen: set[int] = set()
         self.left = _ALL
+        self.numbers = _NUMBERS
         self.media: dict[int, int] = {}
         self.tokens: dict[str, int] = {}
         for number, (kind, _, _) in enumerate(_MEDIA):
@@ -224,7 +227,7 @@ class _Search:
         order = itertools.count()
         waiting: list[tuple[int, int, Recipe, _Failure | None]] = [(0, next(order), recipe, None)]
         asked: set[str] = set()
-        while waiting and tries and self.left:
+        while waiting and tries and self.left and self.numbers > 0:
             _, _, recipe, before = heapq.heappop(waiting)
             key = repr((recipe.parts, recipe.places))
             if key in asked:
@@ -236,6 +239,7 @@ class _Search:
                 batch = self.make(recipe, rows[0] if rows else None)
             except RuntimeError:
                 continue
+            self.numbers -= sum(value.numel() for value in batch.values() if torch.is_tensor(value))
             attempt = self.attempts.forward(batch)
             if attempt.error is None:
                 if not attempt.reached - self.seen:
