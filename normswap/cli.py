@@ -70,8 +70,10 @@ def _running(command: CommandT) -> CommandT:
 
 def _selecting(command: CommandT) -> CommandT:
     for option in (
-        click.option("--include", multiple=True, metavar="GLOB", help="Swap only norms of this name."),
-        click.option("--exclude", multiple=True, metavar="GLOB", help="Leave norms of this name alone."),
+        click.option("--include", multiple=True, metavar="GLOB", help="Swap (and fold) only norms of this name."),
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB", help="Leave norms of this name alone, and their gains."
+        ),
         click.option("--revision", metavar="R", help="Branch, tag or commit of a Hub id."),
     ):
         command = option(command)
@@ -90,6 +92,8 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
     with _errors():
         from normswap import api, overview
 
+        if options["tied"] != "skip" and not options["fold"]:
+            raise UsageError("--tied is about folding; add --fold, or leave it out")
         found = api.inspect(model, **options)
         _say(json.dumps(found.to_dict(), indent=2) if as_json else overview.render_plan(found.plan, found.folds))
 
@@ -113,7 +117,7 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
 @_selecting
 @_running
 def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None, **options: Any) -> None:
-    """Swap the norms of MODEL, measure parity, and save to OUT if it holds."""
+    """Swap the norms of MODEL, fold their gains with --fold, measure parity, and save to OUT if it holds."""
     with _errors(json_file, resumes=bool(options["resume"])):
         if no_verify and json_file is not None:
             raise UsageError("--json writes the measurements, and --no-verify makes none; leave one of the two out")
@@ -229,7 +233,7 @@ def _errors(json_file: Path | None = None, *, resumes: bool = False) -> Iterator
                 _show_failed(error.report, json_file)
             sys.exit(_tell(error))
         except KeyboardInterrupt:
-            kept = "finished files are kept, and the same command goes on" if resumes else "nothing was saved"
+            kept = "what is finished is kept, and the same command goes on" if resumes else "nothing was saved"
             click.echo(f"normswap: interrupted; {kept}", err=True)
             sys.exit(130)
 

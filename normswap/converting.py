@@ -111,7 +111,7 @@ def convert(
         trust_remote_code: run code that the checkpoint brings along.
         verify: measure parity, and save only if it holds. A folded model that does not fit into memory in float32 is
             held to the algebra of each fold and the proof on a small model alone, and a note says so.
-        criterion: bounds of the verdict; DESIGN's three gates by default.
+        criterion: bounds of the verdict; the project's three gates by default.
         fold: fold gains into the linear maps that read them.
         tied: what is done with a norm that feeds a head tied to the embedding: ``"skip"`` leaves its gain where it
             is, ``"untie"`` writes the head as a tensor of its own and says so in ``config.json``.

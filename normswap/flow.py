@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +49,7 @@ def follow(
     norms: Mapping[str, NormSpec | None],
     batches: Iterable[Mapping[str, Any]],
     vary: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]] = lambda batch: (),
+    watched: Collection[str] = (),
 ) -> dict[str, Reading]:
     """Run a forward and follow what each norm returns to everything that reads it.
 
@@ -60,6 +62,7 @@ def follow(
         batches: keyword arguments of a forward each, on the CPU. They are tried in turn until every norm has been
             reached; what several of them show is taken together.
         vary: gives more arguments from the first that run; what they show is added, where they run in reasonable time.
+        watched: names of modules whose results code beside the forward reads.
 
     Returns:
         A reading for each norm.
@@ -67,7 +70,7 @@ def follow(
     Raises:
         ModelError: the model's code raises on all of them.
     """
-    tracer = Tracer(model, norms)
+    tracer = Tracer(model, norms, watched)
     errors: list[str] = []
     first: Mapping[str, Any] | None = None
     usual = 0
@@ -125,7 +128,7 @@ def _without_fast_path() -> Iterator[None]:
 def _readings(tracer: Tracer) -> dict[str, Reading]:
     consumers: dict[Norm, list[Consumer]] = {norm: [] for norm in tracer.norms}
     looked_up: dict[Norm, list[str]] = {norm: [] for norm in tracer.norms}
-    sizes = {id(parameter): parameter.numel() for parameter in tracer.model.parameters()}
+    shapes = {id(parameter): tuple(parameter.shape) for parameter in tracer.model.parameters()}
     for (identity, axis), read in tracer.reads.items():
         others = dict(tracer.others.get(identity, {}))
         table = others.pop(EMBEDDING, 0) is None
@@ -137,7 +140,9 @@ def _readings(tracer: Tracer) -> dict[str, Reading]:
                 norm.blockers[f"{read.name} also reads something else, by {next(iter(others))}"] = None
             if any(key[0] == identity and key[1] != axis for key in tracer.reads):
                 norm.blockers[f"{read.name} is read along two of its dimensions"] = None
-            if sum(read.parts.values()) < sizes[identity]:
+            # With values, the experts of a stack that no token hit are read by nothing, and by this alone otherwise.
+            unhit = not tracer.unreal and not others and axis > 0 and len(shapes[identity]) == 3
+            if sum(read.parts.values()) < math.prod(shapes[identity]) and not unhit:
                 norm.blockers[f"only a part of {read.name} reads it"] = None
     return {
         name: Reading(

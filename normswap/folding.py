@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -36,6 +37,9 @@ _MAIN = (
     "decoder_input_ids",
     "use_cache",
 )
+# Methods that generate, and what they read of a result that is a row.
+_GENERATING = re.compile(r"generat|sample|_search|_decoding")
+_ROWS = {"hidden_states", "last_hidden_state"}
 # Past what code takes another path for: windows, blocks, first positions.
 _LONG = 1300
 # What is run with random weights where no forward without values succeeds.
@@ -141,12 +145,12 @@ def _followed(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[st
 def _read(model: nn.Module, norms: Mapping[str, NormSpec | None]) -> dict[str, Reading]:
     subject = _without_values(model)
     try:
-        return follow(subject, norms, _batches(subject), lambda batch: _variations(subject, batch))
+        return follow(subject, norms, _batches(subject), lambda batch: _variations(subject, batch), _watched(subject))
     except ModelError:
         real = with_values(model)
         if real is None:
             raise
-    return follow(real, norms, _batches(real), lambda batch: _variations(real, batch))
+    return follow(real, norms, _batches(real), lambda batch: _variations(real, batch), _watched(real))
 
 
 def _batches(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -174,7 +178,7 @@ def _variations(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[dict[str
     optional = [name for name in batch if name in parameters and parameters[name].default is None and name not in _MAIN]
     if optional:
         yield {key: value for key, value in batch.items() if key not in optional}
-    if _hands_rows_on(model):
+    if _generates_from_rows(model):
         yield {**batch, "output_hidden_states": True}
     for name, parameter in parameters.items():
         # What is asked for by these names is what a folded model is expected to give of itself.
@@ -182,15 +186,22 @@ def _variations(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[dict[str
             yield {**batch, name: not parameter.default}
 
 
-def _hands_rows_on(model: nn.Module) -> bool:
-    """Whether a method beside the forward reads hidden states of it, such as a generate with a second decoder."""
+def _generates_from_rows(model: nn.Module) -> bool:
+    """Whether the class generates in a way of its own that reads rows of a result, for a second decoder perhaps."""
     bases = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__}
     for cls in type(model).__mro__:
         for name, value in vars(cls).items() if cls not in bases else ():
             code = getattr(inspect.unwrap(value) if callable(value) else value, "__code__", None)
-            if name != "forward" and code is not None and "hidden_states" in code.co_names:
+            if code is not None and _GENERATING.search(name) and _ROWS & set(code.co_names):
                 return True
     return False
+
+
+def _watched(model: nn.Module) -> list[str]:
+    """Name the models inside a model whose results such code may read."""
+    if not _generates_from_rows(model):
+        return []
+    return [name for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel)]
 
 
 def _longer(ids: torch.Tensor) -> torch.Tensor:

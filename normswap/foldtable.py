@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from normswap.foldplan import Fold, FoldPlan
 from normswap.naming import name_pattern, spelled_patterns
 
-__all__ = ["reason_pattern", "render_folds"]
+__all__ = ["reason_pattern", "render_folds", "totals"]
 
 _WIDTH = 100
+# Action, name pattern and words.
+_Key = tuple[str, str, str]
 _BIAS = {"none": "", "move": "; its bias goes into theirs", "keep": "; its bias stays, divided by the gain"}
 
 
@@ -25,28 +27,31 @@ def render_folds(folds: FoldPlan) -> list[str]:
     Returns:
         Lines of at most 100 columns where names allow it.
     """
-    lines = [*_kinds("gains to fold", folds.folds), *_kinds("gains that stay", folds.refusals)]
-    total, done = len(folds.decisions), len(folds.folds)
-    weights = {name for fold in folds.folds for name in fold.parameters}
-    lines.append(f"{done:,} of {total:,} gains to fold into {len(weights):,} weights")
-    return lines
-
-
-def _kinds(heading: str, some: Sequence[Fold]) -> list[str]:
-    groups: dict[tuple[str, str], list[str]] = {}
-    for fold in some:
-        groups.setdefault((fold.pattern, _words(fold)), []).append(fold.name)
-    alike: dict[str, list[tuple[str, str]]] = {}
+    groups: dict[_Key, list[str]] = {}
+    for fold in folds.decisions:
+        groups.setdefault((fold.action, fold.pattern, _words(fold)), []).append(fold.name)
+    alike: dict[str, list[_Key]] = {}
     for key in groups:
-        alike.setdefault(key[0], []).append(key)
-    spelled: dict[tuple[str, str], str] = {}
+        alike.setdefault(key[1], []).append(key)
+    spelled: dict[_Key, str] = {}
     for keys in alike.values():
         spelled.update(zip(keys, spelled_patterns([groups[key] for key in keys]), strict=True))
-    lines = [heading] if groups else []
-    for key, names in groups.items():
-        lines.append(f"  {spelled[key]}  ({len(names):,})")
-        lines += _wrapped(key[1])
-    return [*lines, ""] if lines else []
+    lines = []
+    for action, heading in (("fold", "gains to fold"), ("refuse", "gains that stay")):
+        some = [key for key in groups if key[0] == action]
+        lines += [heading] if some else []
+        for key in some:
+            lines += [f"  {spelled[key]}  ({len(groups[key]):,})", *_wrapped(key[2])]
+        lines += [""] if some else []
+    return [*lines, totals(folds, "to fold")]
+
+
+def totals(folds: FoldPlan, done: str) -> str:
+    """Say how many gains of how many go into how many weights."""
+    weights = len({name for fold in folds.folds for name in fold.parameters})
+    some, every = len(folds.folds), len(folds.decisions)
+    gains, taken = "gain" if every == 1 else "gains", "weight" if weights == 1 else "weights"
+    return f"{some:,} of {every:,} {gains} {done} into {weights:,} {taken}"
 
 
 def _words(fold: Fold) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from normswap.untying import Untying, changes_when_untied, plan_untying, tying_r
 __all__ = ["FoldWork", "fold", "plan_folds", "prepare_folds", "refuse_quantized"]
 
 _CONFIG = "config.json"
+_MODULES = "modules.json"
 _NOT_QUANTIZED = "a gain cannot be folded into quantized weights exactly; fold the original and quantize that"
 
 
@@ -151,7 +153,7 @@ def prepare_folds(
     folds = plan_folds(model, plan, source.config, tied=tied, as_built=True) if folds is None else folds
     folds = leave(folds, without or {})
     stored = map_stored(model, checkpoint)
-    folds = leave(folds, _other_heads(model, checkpoint, stored, folds, asked))
+    folds = leave(folds, _other_readers(source.path, model, checkpoint, stored, folds, asked))
     notes: list[str] = []
     untying, config = Untying({}, {}), None
     if folds.unties:
@@ -189,20 +191,26 @@ def _first_untied_reason(folds: FoldPlan) -> str:
     return next(fold.reason for fold in folds.refusals if fold.untie)
 
 
-def _other_heads(
-    model: nn.Module, checkpoint: Checkpoint, stored: StoredMap, folds: FoldPlan, asked: tuple[str, ...]
+def _other_readers(
+    path: Path, model: nn.Module, checkpoint: Checkpoint, stored: StoredMap, folds: FoldPlan, asked: tuple[str, ...]
 ) -> dict[str, str]:
-    """Leave the norm before the head where the checkpoint holds layers that the class does not load, such as MTP."""
+    """Leave the norm before the head where something that the class does not load may read it as well.
+
+    That is layers of the checkpoint (multi-token prediction), or sentence-transformers, which pools the last rows.
+    """
     unread = [key for key in stored.unread if len(checkpoint.tensors[key].shape) > 1]
+    other = f"{unread[0]}, which the class does not load, and" if unread else ""
+    if not other and (path / _MODULES).is_file():
+        other = f"{_MODULES}, by which sentence-transformers pools the last rows, and"
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
-    if not unread or head is None or getattr(head, "weight", None) is None:
+    if not other or head is None or getattr(head, "weight", None) is None:
         return {}
     names = {name for name, value in model.named_parameters(remove_duplicate=False) if value is head.weight}
     return {
         fold.name: (
-            f"the checkpoint holds {unread[0]}, which the class does not load and which may read this norm as well; "
-            f"name the norm with --include to fold it all the same"
+            f"the checkpoint holds {other} which may read this norm as well; name the norm with --include to fold it "
+            "all the same"
         )
         for fold in folds.folds
         if names & set(fold.parameters) and not any(fnmatchcase(fold.name, pattern) for pattern in asked)

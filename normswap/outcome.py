@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from normswap.foldtable import reason_pattern
+from normswap.foldtable import reason_pattern, totals
 
 if TYPE_CHECKING:
     from normswap.converting import Conversion
@@ -33,8 +34,7 @@ def outcome_lines(done: Conversion) -> Iterator[str]:
 
 def _folds(done: Conversion) -> Iterator[str]:
     assert done.folds is not None
-    weights = {name for fold in done.folds.folds for name in fold.parameters}
-    yield f"{len(done.folds.folds)} of {len(done.folds.decisions)} gains folded into {len(weights)} weights"
+    yield totals(done.folds, "folded")
     if done.algebra:
         worst = max(done.algebra.values())
         yield f"  before rounding, folded and original differ by at most {worst:.2g} on random rows"
@@ -46,4 +46,4 @@ def _folds(done: Conversion) -> Iterator[str]:
         key = fold.pattern, reason_pattern(fold.reason)
         groups[key] = groups.get(key, 0) + 1
     for (pattern, reason), count in groups.items():
-        yield f"  gain kept: {count} x {pattern}: {reason}"
+        yield from textwrap.wrap(f"  gain kept: {count} x {pattern}: {reason}", 100, subsequent_indent="    ")

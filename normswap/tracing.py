@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Unending(Exception):
 
 
 class Tracer(TorchDispatchMode):
-    def __init__(self, model: nn.Module, norms: Mapping[str, NormSpec | None]) -> None:
+    def __init__(self, model: nn.Module, norms: Mapping[str, NormSpec | None], watched: Collection[str] = ()) -> None:
         super().__init__()
         parameters = list(model.parameters())
         self.unreal = bool(parameters) and parameters[0].device.type == "meta"
@@ -54,7 +54,7 @@ class Tracer(TorchDispatchMode):
         self.names: dict[int, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), name)
-        self.model = model
+        self.model, self.watched = model, set(watched)
         self.modules = {id(module): name for name, module in model.named_modules()}
         self.stack: list[tuple[str, nn.Module]] = []
         self.inside = 0
@@ -89,7 +89,7 @@ class Tracer(TorchDispatchMode):
             for name, module in self.model.named_modules():
                 norm = self.norm_at.get(id(module))
                 handles.append(module.register_forward_pre_hook(self._entering(name, norm), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leaving(norm), prepend=True, always_call=True))
+                handles.append(module.register_forward_hook(self._leaving(name, norm), prepend=True, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -106,9 +106,13 @@ class Tracer(TorchDispatchMode):
 
         return hook
 
-    def _leaving(self, norm: Norm | None) -> Any:
+    def _leaving(self, name: str, norm: Norm | None) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self.stack.pop()
+            if name in self.watched:
+                with _disable_current_modes():
+                    for value in returned(output):
+                        self.block(value, f"{name} returns it, and code beside the forward reads what {name} returns")
             if norm is not None:
                 self.inside -= 1
                 if not self.inside:
@@ -237,6 +241,9 @@ class Tracer(TorchDispatchMode):
             rows = mark.codes.movedim(dim, -1).reshape(-1, mark.codes.shape[dim])
             # The very same row, over and over.
             rows = rows[:1] if not rows.stride(0) else rows
+            if not len(rows):
+                # An expert without a token reads nothing.
+                return True
             if rows.numel() and bool((rows == rows[:, :1]).all()) and rows.shape[-1] > 1:
                 return self._mix(product, tensor, mark, dim, result)
             region = self.weights.find(other)

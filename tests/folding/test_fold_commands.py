@@ -78,3 +78,8 @@ def test_what_is_excluded_keeps_its_gain(tied: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "2 of 5 gains folded into 6 weights" in done.stdout
     assert "  gain kept: 2 x model.layers.*.post_attention_layernorm: excluded by name" in done.stdout
+
+
+def test_inspect_takes_no_option_of_folding_without_it(tied: Path) -> None:
+    done = run("inspect", tied, "--tied", "untie")
+    assert done.exit_code == 2 and "add --fold" in done.stderr

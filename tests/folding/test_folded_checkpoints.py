@@ -310,3 +310,17 @@ def test_the_index_of_a_folded_checkpoint_is_counted_anew(tmp_path: Path) -> Non
     shard = index["weight_map"]["model.embed_tokens.weight"]
     assert written["weight_map"] == {**index["weight_map"], "lm_head.weight": shard}
     assert distance(logits(source), logits(tmp_path / "out")) < 1e-6
+
+
+def test_the_last_rows_stay_where_sentence_transformers_pools_them(llama: Path, tmp_path: Path) -> None:
+    (llama / "modules.json").write_text("[]")
+    done = normswap.convert(llama, tmp_path / "out", fold=True, verify=False)
+    assert done.folds is not None
+    assert [(fold.name, "modules.json" in fold.reason) for fold in done.folds.refusals] == [("model.norm", True)]
+
+
+def test_the_table_says_which_layers_of_one_name_fold() -> None:
+    shown = repr(normswap.inspect(tiny_bert(), fold=True))
+    assert "  bert.encoder.layer.1.output.LayerNorm  (1)\n      into cls" in shown
+    assert "  bert.encoder.layer.0.output.LayerNorm  (1)\n      add in" in shown
+    assert "1 of 6 gains to fold into 1 weight" in shown
