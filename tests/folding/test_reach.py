@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from normswap import folding
 from normswap.attempts import Attempts
 from normswap.candidates import Candidate, propose
-from normswap.towers import propose_towers
 
 TYPES = """
     qwen2_vl qwen3_vl idefics3 llava_next paddleocr_vl lighton_ocr florence2 qwen2_audio bros blip_2_qformer
@@ -129,43 +127,3 @@ def test_text_alone_is_yielded_as_it_is() -> None:
     model = Words()
     found = next(propose(model, Said(vocab_size=50), ["input_ids"], [], 1, 8, 0))
     assert found.kind == "ids" and model.runs == 0
-
-
-class Deaf(nn.Module):
-    """Holds a model that its forward never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.tower = CLIPVisionModel(
-            CLIPVisionConfig(
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=16,
-                patch_size=8,
-            )
-        )
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_model_inside_that_is_not_called_is_run_by_itself(device: str) -> None:
-    model = Deaf().to(device)
-    unreached = [name for name, module in model.inner.named_modules(prefix="inner") if isinstance(module, nn.LayerNorm)]
-    (found,) = list(propose_towers(model, unreached))
-    name, tower, candidate = found
-    assert isinstance(tower, CLIPVisionModel) or name.startswith("inner.tower")
-    assert model.get_submodule(name) is tower
-    inside = [module for module in tower.modules() if isinstance(module, nn.LayerNorm)]
-    assert len(Attempts(tower, inside).forward(candidate.batches[0]).reached) == len(inside) == len(unreached)
-
-
-@pytest.mark.core
-def test_modules_outside_any_model_inside_are_left() -> None:
-    assert list(propose_towers(Deaf(), ["norm"])) == []
