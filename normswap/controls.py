@@ -67,6 +67,4 @@ def judge_lost(
             break
     if best is None or best.detected:
         return best, []
-    return best, [
-        f"served: the gate is blind to a lost gain: without {best.norm}'s the ratio is {best.ratio:.3g}"
-    ]
+    return best, [f"served: the gate is blind to a lost gain: without {best.norm}'s the ratio is {best.ratio:.3g}"]

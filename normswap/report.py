@@ -69,7 +69,8 @@ def _gates(report: ParityReport) -> list[list[str]]:
         ]
 
     rows = [["gate", "", "figure", "value", "bound"]]
-    rows.append(row("exact", "relative error, both in float32", number(exact.error), f"<= {exact.bound:g}"))
+    folded = ", folds unrounded" if served.control is not None else ""
+    rows.append(row("exact", f"relative error, both in float32{folded}", number(exact.error), f"<= {exact.bound:g}"))
     if exact.control is not None:
         words = f"the same with {exact.control.norm} x {exact.control.scale:g}"
         rows.append(row("exact", words, number(exact.control.error), f"> {exact.bound:g}", False))
