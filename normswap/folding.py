@@ -171,9 +171,10 @@ def _batches(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _variations(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield arguments that may take other paths: a long text, and switches that are off by default."""
+    """Yield arguments that may take other paths: a long text, one token, two rows, no mask, switches turned."""
     if all(value.dim() == 2 and not value.is_floating_point() for value in batch.values() if torch.is_tensor(value)):
-        yield {key: _longer(value) if torch.is_tensor(value) else value for key, value in batch.items()}
+        for change in (_longer, lambda ids: ids[:, :1], lambda ids: ids.repeat(2, 1)):
+            yield {key: change(value) if torch.is_tensor(value) else value for key, value in batch.items()}
     parameters = inspect.signature(model.forward).parameters
     optional = [name for name in batch if name in parameters and parameters[name].default is None and name not in _MAIN]
     if optional:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from normswap.checkpoint import Checkpoint
@@ -87,12 +88,25 @@ def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip"
         The decisions; a fold whose proof failed is refused with what was measured.
 
     Raises:
-        ModelError: the data cannot be followed through the model.
+        ModelError: the data cannot be followed through the model, or it carries adapters of PEFT.
     """
+    _refuse_adapters(model)
     if method := _quantized(config):
         reason = f"the weights are quantized ({method}), and {_NOT_QUANTIZED}"
         return FoldPlan(tuple(Fold(d.name, "refuse", reason, spec=d.spec) for d in plan.decisions))
-    return _proved(model, make_fold_plan(model, plan, tied=tied), config, as_built)
+    # What is drawn on the way is nobody else's concern.
+    with torch.random.fork_rng(devices=[]):
+        return _proved(model, make_fold_plan(model, plan, tied=tied), config, as_built)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters of PEFT: those that are switched off read no row now, and do when they are on."""
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft.tuners"):
+            raise ModelError(
+                f"{name or type(model).__name__} is a layer of PEFT ({type(module).__name__}): merge the adapters into "
+                "the model (merge_and_unload), or fold before they are attached"
+            )
 
 
 def _proved(model: nn.Module, folds: FoldPlan, config: Any, as_built: bool) -> FoldPlan:

@@ -287,11 +287,18 @@ class Branching(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, features: bool = False
     ) -> Any:
         row = self.norm(self.table(input_ids))
-        taken = {"long": row.shape[1] > 512, "unmasked": attention_mask is None, "asked": features, "never": False}
+        taken = {
+            "long": row.shape[1] > 512,
+            "one token": row.shape[1] == 1,
+            "two rows": row.shape[0] == 2,
+            "unmasked": attention_mask is None,
+            "asked": features,
+            "never": False,
+        }
         return self.head(row + self.table(input_ids) if taken[self.path] else row)
 
 
-@pytest.mark.parametrize("path", ["long", "unmasked", "asked", "never"])
+@pytest.mark.parametrize("path", ["long", "one token", "two rows", "unmasked", "asked", "never"])
 def test_paths_that_other_arguments_take_are_walked_too(path: str) -> None:
     model = Branching(path).eval()
     found = make_fold_plan(model, make_plan(model)).decisions[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,20 @@ def test_the_table_says_which_layers_of_one_name_fold() -> None:
     assert "  bert.encoder.layer.1.output.LayerNorm  (1)\n      into cls" in shown
     assert "  bert.encoder.layer.0.output.LayerNorm  (1)\n      add in" in shown
     assert "1 of 6 gains to fold into 1 weight" in shown
+
+
+def test_adapters_have_to_be_merged_first() -> None:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        # Each calls something that the other has deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=["gate_proj"]))
+    for given in (model, model.get_base_model()):
+        with pytest.raises(ModelError, match=r"is a layer of PEFT .*merge the adapters"):
+            normswap.fold(given)
+
+
+def test_planning_draws_nothing_from_the_users_generator(llama: Path) -> None:
+    before = torch.random.get_rng_state()
+    normswap.inspect(llama, fold=True)
+    assert torch.equal(torch.random.get_rng_state(), before)
