@@ -276,7 +276,7 @@ class Tracer(TorchDispatchMode):
         axis, positions = region.positions(dim)
         parameter = region.parameter
         size = parameter.shape[axis]
-        if len(positions) != len(codes) or positions[-1] >= size:
+        if axis < 0 or len(positions) != len(codes) or positions[-1] >= size:
             return False
         read = self.reads.get((id(parameter), axis))
         if read is None:

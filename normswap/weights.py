@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Region:
     volume: int
 
     def positions(self, dim: int) -> tuple[int, range]:
-        """Return the axis of the parameter that a dimension runs along, and its positions there."""
+        """Return the axis of the parameter that a dimension runs along, -1 for none, and its positions there."""
         run = self.runs[dim]
         return run.axis, range(run.start, run.start + run.size * run.step, run.step)
 
@@ -92,6 +93,10 @@ class Weights:
                 starts[at], rest = divmod(rest, layout[at].stride)
         runs = []
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if not stride or size == 1:
+                # The same again and again, or a dimension that the parameter has not.
+                runs.append(_Run(1, 0, -1, 0, 1))
+                continue
             found = _carrier(layout, stride)
             if found is None:
                 return None
@@ -99,7 +104,7 @@ class Weights:
             start = run.start + starts.get(found, 0) * run.step
             runs.append(_Run(size, stride, run.axis, start, run.step * (stride // run.stride)))
         key = (id(parameter), int(tensor.storage_offset()) - base, *tensor.shape, *tensor.stride())
-        return Region(parameter, tuple(runs), key, tensor.numel())
+        return Region(parameter, tuple(runs), key, math.prod(run.size for run in runs))
 
 
 def _carrier(layout: tuple[_Run, ...], stride: int) -> int | None:

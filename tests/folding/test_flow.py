@@ -89,6 +89,7 @@ CONSUMERS: dict[
         {"w": (3, WIDTH, 5)},
         [("w", 1, whole())],
     ),
+    "a weight on the left": (lambda m, n, h: m.w @ n.transpose(1, 2), {"w": (5, WIDTH)}, [("w", 1, whole())]),
     "a loop over a stack": (
         lambda m, n, h: sum(F.linear(n[:, :1], m.w[expert]) for expert in range(3)),
         {"w": (3, 5, WIDTH)},
