@@ -217,8 +217,9 @@ class _Job:
             if work.config is not None:
                 require_untied(converted, files)
             notes: list[str] = []
-            if resumed:
-                # What an earlier run wrote was not measured by this one.
+            if resumed or verify:
+                # The gates see what their inputs reach; this is every tensor, also those that an earlier run wrote.
+                self._tell("comparing tensors")
                 _require_equal(recheck(self.checkpoint, files, work.edits))
             figures = work.edits.algebra.figures
             _require_algebra(figures, work.plan)
@@ -279,7 +280,7 @@ def _require_passed(report: ParityReport) -> None:
 
 def _require_equal(faults: list[str]) -> None:
     if faults:
-        raise ParityError(f"what an earlier run wrote is not what this one would: {'; '.join(faults[:3])}")
+        raise ParityError(f"folds: what was written is not what folding gives: {'; '.join(faults[:3])}")
 
 
 def _require_algebra(figures: Mapping[str, Figure], plan: FoldPlan) -> None:

@@ -117,9 +117,25 @@ def _proved(model: nn.Module, folds: FoldPlan, config: Any, as_built: bool) -> F
     """
     if config is None or not (as_built or is_as_built(model, config)):
         return leave(folds, _prove_on_copy(model, folds))
-    if folds.unties and (reason := changes_when_untied(model)):
+    if folds.unties and (reason := _against_untying(model)):
         folds = leave(folds, {fold.name: reason for fold in folds.folds if fold.untie})
     return leave(folds, prove_by_twin(model, folds, make_fold_plan, config))
+
+
+def _against_untying(model: nn.Module) -> str:
+    try:
+        return changes_when_untied(model)
+    except ModelError as error:
+        return f"the head cannot be untied: {error}"
+
+
+def _none_folded(folds: FoldPlan) -> str:
+    """Say why no gain folds: first what stands in the way, then what was not asked for."""
+    unasked = ("not among the included names", "excluded by name")
+    reasons = {fold.name: fold.reason for fold in folds.refusals}
+    told = [name for name, reason in reasons.items() if reason not in unasked] or list(reasons)
+    more = f" (and {len(told) - 5} more)" if len(told) > 5 else ""
+    return "; ".join(f"{name}: {reasons[name]}" for name in told[:5]) + more
 
 
 def _prove_on_copy(model: nn.Module, folds: FoldPlan) -> dict[str, str]:
@@ -182,8 +198,9 @@ def prepare_folds(
     read = row_reader(checkpoint)
     folds = leave(folds, unstorable(model, folds, stored, read, heads=untying.keys))
     if not folds.folds:
-        reasons = "; ".join(dict.fromkeys(f"{fold.name}: {fold.reason}" for fold in folds.refusals[:5]))
-        raise NothingToPatchError(f"no gain of {source.name} can be folded, so nothing was written: {reasons}")
+        raise NothingToPatchError(
+            f"no gain of {source.name} can be folded, so nothing was written: {_none_folded(folds)}"
+        )
     if config is not None and not folds.unties:
         raise ModelError(f"the head of {source.name} cannot be untied: {_first_untied_reason(folds)}")
     return FoldWork(folds, make_edits(model, folds, stored, read, heads=untying.keys), config, tuple(notes))
@@ -272,6 +289,7 @@ def fold(model: nn.Module, *, include: Patterns = None, exclude: Patterns = None
         folds = _untied(model, make_plan(model, include=include, exclude=exclude), folds)
     folds = leave(folds, check_fold(model, folds))
     if not folds.folds:
-        reasons = "; ".join(dict.fromkeys(f"{one.name}: {one.reason}" for one in folds.refusals[:5]))
-        raise NothingToPatchError(f"no gain of {type(model).__name__} can be folded, so nothing was changed: {reasons}")
+        raise NothingToPatchError(
+            f"no gain of {type(model).__name__} can be folded, so nothing was changed: {_none_folded(folds)}"
+        )
     return fold_(model, folds)

@@ -38,6 +38,8 @@ def _folds(done: Conversion) -> Iterator[str]:
     if done.algebra:
         worst = max(done.algebra.values())
         yield f"  before rounding, folded and original differ by at most {worst:.2g} on random rows"
+    if done.report is not None:
+        yield "  every stored tensor is its fold rounded once, or the original's, bit for bit"
     if done.roundings:
         some = done.roundings.values()
         yield f"  rounding to the stored dtype: {min(some):.2g} to {max(some):.2g} relative, weight by weight"

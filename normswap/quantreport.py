@@ -21,6 +21,10 @@ FORMATS = {
     "int4": "int4, symmetric, a scale for each 128 inputs",
     "fp8": "fp8 e4m3, a scale for each output channel",
 }
+_SCHEME = (
+    "rounded to the nearest, without calibration: int8 with a scale for each output channel, int4 with one",
+    "for each 128 inputs, both symmetric; fp8 e4m3 with a scale for each output channel",
+)
 _INT8, _INT4, _FP8 = 127.0, 7.0, 448.0
 _GROUP = 128
 # Elements that are worked on at a time.
@@ -100,20 +104,20 @@ class QuantReport:
         }
 
     def to_text(self, *, worst: int = 5) -> str:
-        """Return a table: the total, and the weights that each format loses most on.
+        """Return a table: the total, and the weights whose error grows most in some format.
 
         Args:
             worst: number of weights to be shown.
         """
-        width = max([len("all weights"), *(len(name) for name in self._worst(worst))])
+        width = max([len("all folded weights"), *(len(name) for name in self._worst(worst))])
         lines = [f"{'relative error':{width}}  " + "  ".join(f"{name:>16}" for name in FORMATS)]
         lines.append(f"{'':{width}}  " + "  ".join(f"{'before    after':>16}" for _ in FORMATS))
-        rows = {"all weights": self.total, **{name: self.consumers[name] for name in self._worst(worst)}}
+        rows = {"all folded weights": self.total, **{name: self.consumers[name] for name in self._worst(worst)}}
         for name, errors in rows.items():
             told = (errors[kind].to_dict() for kind in FORMATS)
             cells = "  ".join(f"{one['before_with_gain']:7.3%}  {one['after']:7.3%}" for one in told)
             lines.append(f"{name:{width}}  {cells}")
-        return "\n".join([*lines, *(f"{name}: {_words(errors)}" for name, errors in self.total.items())])
+        return "\n".join([*lines, *(f"{name}: {_words(errors)}" for name, errors in self.total.items()), *_SCHEME])
 
     def _worst(self, count: int) -> list[str]:
         """Return the weights whose error grows most in some format."""

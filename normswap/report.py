@@ -36,7 +36,7 @@ def render(report: ParityReport, *, color: bool = False, verbose: bool = False) 
     for failure in report.failures if verbose else report.failures[:_WORST]:
         lines += _wrap(failure, "  - ")
     if not verbose and len(report.failures) > _WORST:
-        lines.append(f"  - and {len(report.failures) - _WORST} more; -v lists all")
+        lines.append(f"  - and {len(report.failures) - _WORST} more; --json FILE lists all")
     lines += ["", *_table(_gates(report)), ""]
     norms = list(report.norms) if verbose else _worst(report.norms)
     if norms:

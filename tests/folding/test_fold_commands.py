@@ -30,7 +30,7 @@ def test_patch_says_what_was_folded_and_what_was_not(tied: Path, tmp_path: Path)
     assert "4 of 5 gains folded into 10 weights" in lines
     assert any(line.startswith("  before rounding, folded and original differ by at most ") for line in lines)
     assert any(line.startswith("  gain kept: 1 x model.norm: lm_head.weight is tied") for line in lines)
-    assert any(line.startswith("all weights ") for line in lines)
+    assert any(line.startswith("all folded weights ") for line in lines)
     assert any("without model." in line and "gain" in line and "> 1.25" in line for line in lines)
 
 

@@ -13,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import disturb_norms, saved, tiny_bert, tiny_llama
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import normswap
 from normswap.errors import CheckpointError, ModelError, NothingToPatchError, ParityError, UsageError
@@ -196,7 +203,7 @@ def test_a_fault_in_what_was_written_saves_nothing(
         return written
 
     monkeypatch.setattr(converting, "write_checkpoint", spoil)
-    with pytest.raises(ParityError, match="served: ratio"):
+    with pytest.raises(ParityError, match=r"written is not what folding gives: model.layers.0.mlp.up_proj.weight"):
         normswap.convert(llama, tmp_path / "out", fold=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
 
@@ -342,3 +349,20 @@ def test_planning_draws_nothing_from_the_users_generator(llama: Path) -> None:
     before = torch.random.get_rng_state()
     normswap.inspect(llama, fold=True)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_head_that_the_class_ties_for_good_costs_its_own_gain_only() -> None:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    found = normswap.inspect(disturb_norms(T5ForConditionalGeneration(config)), fold=True, tied="untie")
+    assert found.folds is not None
+    left = {fold.name: fold.reason for fold in found.folds.refusals}
+    assert set(left) == {"encoder.final_layer_norm", "decoder.final_layer_norm"}, left
+    assert left["encoder.final_layer_norm"] == "the model returns it"
+    assert len(found.folds.folds) == 10
+
+
+def test_what_was_asked_for_and_not_folded_says_why(tmp_path: Path) -> None:
+    source = saved(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")
+    with pytest.raises(NothingToPatchError, match=r"written: model\.norm: lm_head\.weight is tied .{30,60}$"):
+        normswap.convert(source, tmp_path / "out", fold=True, include="model.norm")
