@@ -13,7 +13,7 @@ import torch
 from stored_oracle import mapped, scrambled, wrong
 from tiny_checkpoints import saved
 
-pytestmark = [pytest.mark.zoo, pytest.mark.core]
+pytestmark = pytest.mark.zoo
 
 LIB = Path(__file__).resolve().parents[2] / "benchmarks" / "lib"
 ZOO = Path(__file__).resolve().parents[3] / "shared" / "zoo"
@@ -25,7 +25,7 @@ SHARE = 5
 
 # transformers zeroes the row of the padding token after it has loaded.
 ZEROED = {"chinese_clip_text_model"}
-# Not rearrangements of whole axes; none of them is read by a norm.
+# Not rearrangements of whole axes.
 OPAQUE = ("its conversion spreads an axis over several others",)
 
 
@@ -63,6 +63,7 @@ def check(tiny: Any, model_type: str, folder: Path) -> None:
         assert wrong(stored, folder, loaded) == []
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("model_type", NAMED)
 def test_named_types_are_mapped_as_they_are_loaded(tiny: Any, model_type: str, tmp_path: Path) -> None:
     check(tiny, model_type, tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -231,9 +230,6 @@ def test_who_reads_what_is_found_under_any_name(quarry: Path) -> None:
     assert found["press.smooth"].bias == "move" and squeeze.bias == "press.squeeze.bias"
 
 
-@pytest.mark.skipif(
-    "fold" not in inspect.signature(normswap.convert).parameters, reason="normswap.convert does not fold"
-)
 def test_it_is_folded_with_its_code(quarry: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     normswap.convert(quarry, out, fold=True, trust_remote_code=True)

@@ -188,6 +188,8 @@ def converted(model: nn.Module, source: Path, target: Path, rename: Any = None) 
 
 @pytest.mark.parametrize("build", [llama, bert, gpt2, llava])
 def test_a_checkpoint_is_untied_as_a_model_in_memory_is(build: Any, tmp_path: Path) -> None:
+    if transformers.__version__ < "5" and build in (bert, llava):
+        pytest.skip("transformers 4 ties a bias beside the weight, or finds no text alone: that fold is refused there")
     model = build()
     expected = logits(model)
     plan, untying = converted(model, tmp_path / "in", tmp_path / "out")
@@ -206,6 +208,8 @@ def test_a_checkpoint_is_untied_as_a_model_in_memory_is(build: Any, tmp_path: Pa
 
 def test_an_added_tensor_is_named_as_the_others_are(tmp_path: Path) -> None:
     """Llava's checkpoints from before its classes were renamed."""
+    if transformers.__version__ < "5":
+        pytest.skip("no inputs of text alone are found for Llava there, so that nothing folds")
 
     def old(key: str) -> str:
         key = key.replace("model.language_model.", "language_model.model.")

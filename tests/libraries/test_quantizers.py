@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import normswap
 
-pytestmark = pytest.mark.skipif(
-    "fold" not in inspect.signature(normswap.convert).parameters, reason="normswap.convert does not fold"
-)
 Quantize = Callable[[nn.Module], object]
 PROMPT = torch.tensor([[1, 7, 3, 9, 4, 2]])
 
