@@ -23,8 +23,8 @@ NAMED = """
 """.split()  # noqa: SIM905
 SHARE = 5
 
-# transformers zeroes the row of the padding token after it has loaded.
-ZEROED = {"chinese_clip_text_model"}
+# transformers writes over some of their values after it has loaded them: a padding token's row, a router's bias.
+OVERWRITTEN = {"chinese_clip", "chinese_clip_text_model", "zaya"}
 # Not rearrangements of whole axes.
 OPAQUE = ("its conversion spreads an axis over several others",)
 
@@ -59,7 +59,7 @@ def check(tiny: Any, model_type: str, folder: Path) -> None:
     assert set(found["missing_keys"]) <= set(stored.missing)
     # One class does not load all that it saves.
     assert bool(stored.unread) == bool(found["unexpected_keys"])
-    if model_type not in ZEROED:
+    if model_type not in OVERWRITTEN:
         assert wrong(stored, folder, loaded) == []
 
 

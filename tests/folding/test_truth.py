@@ -191,8 +191,10 @@ def test_every_fold_leaves_the_output_where_it_was(lib: SimpleNamespace, model_o
         trial = lib.sweep.Trial(model, lib.sweep.inputs_of(lib.tiny, model))
     assert trial.wrong(folds) == {}
     # One pattern at a time, each has to be seen when it is dropped instead.
-    for group in by_pattern(tuple(folds)).values():
-        assert trial.sees(group), group[0].name
+    for name, group in by_pattern(tuple(folds)).items():
+        # The zoo's inputs give some decoders no encoder's states; then the table has no answer, and there is none here.
+        if TRUTH[key].get(name, {}).get("status") != "untraced":
+            assert trial.sees(group), group[0].name
 
 
 @pytest.mark.parametrize("key", [key for key, name in MORE_READERS if name.endswith("v_norm")])
