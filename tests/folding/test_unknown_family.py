@@ -190,6 +190,9 @@ def quarry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tensors = {key: value + 0.2 * torch.randn(value.shape) for key, value in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         yield folder
+    # The package of such code is imported from one cache, once.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
 
 
 def load(folder: Path) -> nn.Module:
