@@ -165,6 +165,7 @@ def test_a_killed_run_is_taken_up_from_its_finished_shards(tmp_path: Path, sourc
     assert all((out / name).stat().st_ino == inodes[name] for name in names)
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_come_to_a_right_end(tmp_path: Path, source: Path) -> None:
     chance = random.Random(1)
     out = tmp_path / "place" / "out"

@@ -21,6 +21,7 @@ NAMED = """
     mixtral qwen3_moe deepseek_v3 gpt_oss llama4_text phimoe jamba qwen2_vl gemma3n_text bert gpt2 t5 minimax
     nemotron_h olmoe ernie4_5_moe qwen2_5_vl gemma4_text zamba2 longcat_flash phi3 gpt_neox bloom whisper
 """.split()  # noqa: SIM905
+QUICK = 12
 SHARE = 5
 
 # transformers writes over some of their values after it has loaded them: a padding token's row, a router's bias.
@@ -64,7 +65,9 @@ def check(tiny: Any, model_type: str, folder: Path) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("model_type", NAMED)
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] if at >= QUICK else []) for at, name in enumerate(NAMED)]
+)
 def test_named_types_are_mapped_as_they_are_loaded(tiny: Any, model_type: str, tmp_path: Path) -> None:
     check(tiny, model_type, tmp_path)
 
