@@ -26,7 +26,7 @@ EXPECTED = {
         r"^  exact: error ",
     ],
     "fold_before_quantizing.py": [
-        r"^model\.layers\.0\.post_attention_layernorm goes into\n    model\.layers\.0\.mlp\.",
+        r"^model\.layers\.0\.post_attention_layernorm goes into\n    model\.layers\.0\.\w+\.experts\.",
         r"^5 of 5 gains folded, verdict pass$",
         r"^  before rounding, at most \de-1\d apart",
         r"^the last norm's gain is now \[1\.0\]$",
