@@ -30,7 +30,8 @@ EXPECTED = {
         r"^5 of 5 gains folded, verdict pass$",
         r"^  before rounding, at most \de-1\d apart",
         r"^the last norm's gain is now \[1\.0\]$",
-        r"^logits, from bfloat16 weights in float32: \d\.\de-03 apart$",
+        # Rounded weights turn a token's router to another expert in some of its random models.
+        r"^logits, from bfloat16 weights in float32: \d\.\de-0[23] apart$",
     ],
     "inspect_handwritten.py": [
         r"^0\.norm +ScaleThenCast +swap\n    kind rms, eps 1e-06, gain w, cast after_gain$",
