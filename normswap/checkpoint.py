@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ __all__ = [
     "check_floating",
     "check_output",
     "check_source",
-    "copy_checkpoint",
     "hash_weights",
     "notes_on_weights",
     "read_manifest",
@@ -73,26 +71,6 @@ def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifes
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             notes.append(f"the weights were changed since the conversion ({', '.join(changed[:3])}{more})")
     return notes
-
-
-def copy_checkpoint(
-    checkpoint: Checkpoint, target: Path, *, progress: Callable[[int, int], None] | None = None
-) -> dict[str, str]:
-    """Copy the weights byte for byte, and everything else that a loader needs (see `write_checkpoint`).
-
-    Args:
-        checkpoint: what `check_source` returned.
-        target: an existing folder.
-        progress: called with the bytes copied so far and their total.
-
-    Returns:
-        The SHA-256 of each weight file as it was read, by name.
-
-    Raises:
-        CheckpointError: a file of the source cannot be read or changed meanwhile.
-        OutputError: the target cannot be written.
-    """
-    return write_checkpoint(checkpoint, target, check=False, progress=progress).source
 
 
 def write_manifest(target: Path, data: dict[str, Any]) -> None:

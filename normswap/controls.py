@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from normswap.figures import Criterion, LostGain
+from normswap.foldplan import along_result
 from normswap.spec import NormSpec
 from normswap.stats import Gap
 
@@ -36,11 +37,7 @@ class Dropped:
     def hook(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """Divide the norm's result by the gain, which leaves what it would be had the gain been dropped."""
         factor = torch.where(self.gain.abs() > _LEAST, 1 / self.gain, 1.0).to(output.device, output.dtype)
-        if self.spec.axis == "channels":
-            factor = factor.reshape(-1, *(1,) * (output.dim() - 2))
-        elif self.spec.heads > 1 and output.shape[-1] != factor.numel():
-            factor = factor.reshape(self.spec.heads, -1)
-        return output * factor
+        return output * along_result(self.spec, factor, output)
 
 
 def judge_lost(

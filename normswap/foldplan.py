@@ -11,7 +11,7 @@ import torch
 from normswap.naming import name_pattern
 from normswap.spec import NormSpec
 
-__all__ = ["Consumer", "Fold", "FoldPlan", "Piece", "effective_gain", "stored_gain"]
+__all__ = ["Consumer", "Fold", "FoldPlan", "Piece", "along_result", "effective_gain", "stored_gain"]
 
 
 @dataclass(frozen=True)
@@ -159,3 +159,21 @@ def stored_gain(spec: NormSpec, effective: torch.Tensor | Sequence[float], like:
     """
     wide = torch.as_tensor(effective, dtype=torch.float64, device=like.device) - spec.offset
     return wide.reshape(like.shape).to(like.dtype)
+
+
+def along_result(spec: NormSpec, channels: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Bring a norm's channels into a shape that broadcasts against its result.
+
+    Args:
+        spec: of the norm.
+        channels: ``(channels,)``, any values.
+        result: what the norm returned.
+    """
+    count = channels.numel()
+    if count == 1:
+        return channels.reshape(())
+    if spec.axis == "channels":
+        return channels.reshape(count, *(1,) * (result.dim() - 2))
+    if spec.heads > 1 and spec.joins == 1 and result.shape[-1] != count:
+        return channels.reshape(spec.heads, -1)
+    return channels

@@ -20,6 +20,7 @@ from normswap.folding import Tied, make_fold_plan, with_values
 from normswap.foldplan import Fold, FoldPlan
 from normswap.foldproof import prove, prove_by_twin
 from normswap.gains import check_fold, fold_
+from normswap.loading import quantization
 from normswap.patching import Patterns
 from normswap.plan import Plan, make_plan
 from normswap.rows import row_reader
@@ -62,16 +63,8 @@ def refuse_quantized(config: Any, name: str) -> None:
     Raises:
         ModelError: the configuration says that they are.
     """
-    if method := _quantized(config):
+    if method := quantization(config):
         raise ModelError(f"{name} is quantized ({method}), and {_NOT_QUANTIZED}; leave out --fold to patch it as it is")
-
-
-def _quantized(config: Any) -> str:
-    found = getattr(config, "quantization_config", None)
-    if not found:
-        return ""
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return str(getattr(method, "value", method) or "by an unnamed method")
 
 
 def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip", as_built: bool = False) -> FoldPlan:
@@ -91,7 +84,7 @@ def plan_folds(model: nn.Module, plan: Plan, config: Any, *, tied: Tied = "skip"
         ModelError: the data cannot be followed through the model, or it carries adapters of PEFT.
     """
     _refuse_adapters(model)
-    if method := _quantized(config):
+    if method := quantization(config):
         reason = f"the weights are quantized ({method}), and {_NOT_QUANTIZED}"
         return FoldPlan(tuple(Fold(d.name, "refuse", reason, spec=d.spec) for d in plan.decisions))
     # What is drawn on the way is nobody else's concern.

@@ -13,7 +13,7 @@ __all__ = ["locate"]
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG_ONLY = ["config.json", "*.py"]
-# What `copy_checkpoint` would leave behind anyhow: other frameworks' weights and training state.
+# What `write_checkpoint` would leave behind anyhow: other frameworks' weights and training state.
 _OTHER_FORMATS = [
     *(
         "*.h5",

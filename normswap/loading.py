@@ -18,7 +18,7 @@ from normswap.errors import CheckpointError, ModelError
 from normswap.quiet import first_line, quiet
 from normswap.source import Source, resolve
 
-__all__ = ["Source", "build_meta", "load_model", "load_tokenizer", "model_class", "resolve"]
+__all__ = ["Source", "build_meta", "load_model", "load_tokenizer", "model_class", "quantization", "resolve"]
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "merges.txt"),
@@ -116,7 +116,7 @@ def load_model(source: Source, *, dtype: torch.dtype, device: str | torch.device
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
     }
-    method = _quantization(source.config)
+    method = quantization(source.config)
     if method and torch.device(device).type != "cpu":
         options.setdefault("device_map", {"": str(device)})
     # What transformers fills in for a missing pooler is random; one seed makes two loads of one checkpoint alike.
@@ -196,7 +196,8 @@ def _remote_class(source: Source, reference: str) -> type:
         raise ModelError(f"cannot load {reference} from the code of {source.name}: {first_line(error)}") from error
 
 
-def _quantization(config: transformers.PretrainedConfig) -> str | None:
+def quantization(config: Any) -> str | None:
+    """Return the name of the method that a configuration says its weights are quantized by; None without one."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return None

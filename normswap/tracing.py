@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from normswap import unreal
 from normswap.escapes import kept, returned
+from normswap.foldplan import along_result
 from normswap.followed import EMBEDDING, UNREAD, Norm, Read, bias_words, meaning
 from normswap.marks import ZERO, Blocked, Contraction, Mark, apply_op, contraction
 from normswap.spec import NormSpec
@@ -161,14 +162,8 @@ class Tracer(TorchDispatchMode):
             self.firsts.append(norm.first)
             self.started.append(norm)
         codes = torch.arange(norm.first, norm.first + count, dtype=torch.int32)
-        if count == 1:
-            codes = codes.reshape(())
-        elif spec.axis == "channels":
-            codes = codes.reshape(count, *(1,) * (output.dim() - 2))
-        elif spec.heads > 1 and spec.joins == 1 and output.shape[-1] != count:
-            codes = codes.reshape(spec.heads, -1)
         try:
-            output._normswap_mark = Mark(codes.expand(output.shape))  # type: ignore[attr-defined]
+            output._normswap_mark = Mark(along_result(spec, codes, output).expand(output.shape))  # type: ignore[attr-defined]
         except RuntimeError:
             norm.blockers["its gain does not lie along the rows that it returns"] = None
 

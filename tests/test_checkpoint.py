@@ -17,9 +17,9 @@ from normswap.checkpoint import (
     check_finite,
     check_floating,
     check_source,
-    copy_checkpoint,
     hash_weights,
     read_manifest,
+    write_checkpoint,
     write_manifest,
 )
 from normswap.errors import CheckpointError
@@ -156,7 +156,7 @@ def test_links_may_lead_to_the_hub_cache_blobs_only(whole: Path, tmp_path: Path)
     checkpoint = check_source(snapshot)
     target = tmp_path / "copy"
     target.mkdir()
-    copy_checkpoint(checkpoint, target)
+    write_checkpoint(checkpoint, target, check=False)
     assert not any(file.is_symlink() for file in target.iterdir())
     (snapshot / "model.safetensors").resolve().unlink()
     assert "model.safetensors in" in refusal(snapshot) and "half-downloaded" in refusal(snapshot)
@@ -255,7 +255,8 @@ def test_a_copy_is_whole_independent_and_without_junk(sharded: Path, tmp_path: P
     checkpoint = check_source(sharded)
     target, seen = tmp_path / "copy", []
     target.mkdir()
-    hashes = copy_checkpoint(checkpoint, target, progress=lambda done, total: seen.append((done, total)))
+    written = write_checkpoint(checkpoint, target, check=False, progress=lambda done, total: seen.append((done, total)))
+    hashes = written.source
     copied = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
     assert copied == {*keep, *checkpoint.files, INDEX, "config.json"}
     assert all((target / name).read_bytes() == (sharded / name).read_bytes() for name in copied)
