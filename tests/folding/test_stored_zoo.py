@@ -51,7 +51,10 @@ def check(tiny: Any, model_type: str, folder: Path) -> None:
             pytest.skip(f"{model_type} is not built by this transformers: {str(error)[:80]}")
         saved(scrambled(model), folder)
         stored = mapped(folder)
-        loaded, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        try:
+            loaded, found = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        except Exception as error:  # an unfinished constructor, a file beside the weights that is not saved
+            pytest.skip(f"transformers does not load what it saved of {model_type}: {str(error)[:80]}")
     assert set(stored.opaque.values()) <= set(OPAQUE)
     assert set(stored.by_parameter) | set(stored.opaque) | set(stored.missing) == set(loaded.state_dict())
     # What transformers computes instead of loading it, such as sine tables, it does not report.
@@ -76,8 +79,11 @@ def test_named_types_are_mapped_as_they_are_loaded(tiny: Any, model_type: str, t
 @pytest.mark.parametrize("part", range(SHARE))
 def test_a_share_of_all_types_is_mapped_as_it_is_loaded(tiny: Any, part: int, tmp_path: Path) -> None:
     """Every fifth of the types of the zoo, from another start in each of the parts."""
-    for number, model_type in enumerate(sorted(tiny.CONFIG_MAPPING)[part::SHARE]):
+    skipped = {}
+    types = sorted(tiny.CONFIG_MAPPING)[part::SHARE]
+    for number, model_type in enumerate(types):
         try:
             check(tiny, model_type, tmp_path / str(number))
-        except pytest.skip.Exception:
-            continue
+        except pytest.skip.Exception as reason:
+            skipped[model_type] = str(reason)
+    assert len(skipped) < len(types) / 5, skipped
