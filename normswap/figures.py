@@ -6,7 +6,12 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Control", "Criterion", "Exact", "LostGain", "NormFigures", "ParityReport", "Served", "plain"]
+from normswap.evidence import Generation, LayerFigures, PairFigures, Power, TensorFigures
+
+__all__ = ["SCHEMA", "Control", "Criterion", "Exact", "LostGain", "NormFigures", "ParityReport", "Served", "plain"]
+
+# Of `ParityReport.to_dict`: raised whenever a reader of the former one would misread it.
+SCHEMA = 2
 
 
 def plain(value: Any) -> Any:
@@ -141,6 +146,13 @@ class Served:
         max_abs: greatest absolute difference of the converted model from the reference.
         tokens: distributions compared; None without logits.
         control: the negative control; None where no gain was folded.
+        ratio_interval_tokens: the 95% bootstrap interval of `ratio` over blocks of tokens.
+        kl_ratio: root of ``kl_converted / kl_original``: a divergence grows with the square of an error.
+        kl_ratio_interval: its 95% bootstrap interval over sequences.
+        kl_interval: 95% bootstrap interval of `kl_converted` over blocks of tokens.
+        kl_original_interval: the same of `kl_original`.
+        top1_interval: the same of `top1_agreement`.
+        top1_original_interval: the same of `top1_agreement_original`.
     """
 
     error_original: float | None = None
@@ -154,6 +166,13 @@ class Served:
     max_abs: float | None = None
     tokens: int | None = None
     control: LostGain | None = None
+    ratio_interval_tokens: tuple[float, float] | None = None
+    kl_ratio: float | None = None
+    kl_ratio_interval: tuple[float, float] | None = None
+    kl_interval: tuple[float, float] | None = None
+    kl_original_interval: tuple[float, float] | None = None
+    top1_interval: tuple[float, float] | None = None
+    top1_original_interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +194,11 @@ class NormFigures:
         exact_ulp_original: greatest distance of the original from the truth, in units of its largest term.
         exact_ulp_swapped: the same for the swapped norm.
         passed: whether it keeps its bounds; None when never reached.
+        histogram: how many elements lie 0, 1, 2, 3 to 4, 5 to 8, 9 to 16 and more units apart, the last also those
+            where one is no number; empty when never reached. Parts of a unit count as the next whole one.
+        worst_row: of the element furthest apart: which row of the call, from 0; None where all are equal.
+        worst_call: in which call.
+        worst_channel: in which channel.
     """
 
     name: str
@@ -191,6 +215,10 @@ class NormFigures:
     exact_ulp_original: float | None = None
     exact_ulp_swapped: float | None = None
     passed: bool | None = None
+    histogram: list[int] = field(default_factory=list)
+    worst_call: int | None = None
+    worst_row: int | None = None
+    worst_channel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +240,19 @@ class ParityReport:
         logits: gate ``served``; named after what it compares in most models.
         norms: gate ``norms``, one for each norm.
         versions: of the software that ran.
+        doubts: why the verdict is ``inconclusive`` where nothing failed: faults that no gate would have seen, each with
+            what to change.
+        checkpoint: what was verified, as it was named.
+        against: what it was held against.
+        command: the command that measures this again.
+        tensors: the two compared tensor by tensor; None where both are one checkpoint.
+        pairs: folded norms and their readers, from the stored tensors.
+        layers: the residual stream, layer by layer, in the order that they ran.
+        departs: name of the first layer that passes its bounds; None where none does.
+        power: faults put in on purpose.
+        generation: greedy continuations; None where they were not asked for.
+        streamed: whether weights were loaded layer by layer, as they were needed.
+        processes: how many processes the models were spread over.
     """
 
     failures: list[str]
@@ -228,18 +269,32 @@ class ParityReport:
     logits: Served
     norms: list[NormFigures]
     versions: dict[str, str] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+    checkpoint: str = ""
+    against: str = ""
+    command: str = ""
+    tensors: TensorFigures | None = None
+    pairs: list[PairFigures] = field(default_factory=list)
+    layers: list[LayerFigures] = field(default_factory=list)
+    departs: str | None = None
+    power: Power = field(default_factory=Power)
+    generation: Generation | None = None
+    streamed: bool = False
+    processes: int = 1
 
     @property
     def passed(self) -> bool:
-        """Whether every gate held."""
-        return not self.failures
+        """Whether every gate held, and would have noticed had it not."""
+        return not self.failures and not self.doubts
 
     @property
     def verdict(self) -> str:
-        """``"pass"`` or ``"fail"``."""
-        return "pass" if self.passed else "fail"
+        """``"pass"``, ``"fail"`` or ``"inconclusive"``."""
+        if self.failures:
+            return "fail"
+        return "inconclusive" if self.doubts else "pass"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data that strict JSON can hold; a figure that is not finite is None."""
-        data = {"verdict": self.verdict, **asdict(self), "criterion": self.criterion.to_dict()}
+        data = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self), "criterion": self.criterion.to_dict()}
         return plain(data)
