@@ -15,7 +15,7 @@ from normswap import candidates
 from normswap.errors import ModelError, UsageError
 from normswap.running import Output, device_of, dtype_of, output_of, run
 from normswap.stacking import Group, positional, split, stack
-from normswap.texts import encode, known, passages_of
+from normswap.texts import encode, known, passages_of, share
 
 __all__ = ["Group", "Inputs", "Output", "make_inputs", "output_of", "run", "split"]
 
@@ -91,6 +91,7 @@ def make_inputs(
     length: int = 256,
     seed: int = 0,
     stacked: bool = False,
+    tokens: int | None = None,
 ) -> Inputs:
     """Find inputs that the model runs on, by trying.
 
@@ -99,26 +100,32 @@ def make_inputs(
         config: its configuration.
         tokenizer: the checkpoint's, or None.
         text: a UTF-8 file to take the text from, instead of the built-in prompts.
-        sequences: how many independent sequences to make.
-        length: tokens of a sequence; less where the model or the text ends before.
+        sequences: how many independent sequences to make, at most.
+        length: tokens of a sequence; less where the model's positions or the text end before.
         seed: of everything that is drawn.
         stacked: whether to find out, by one more short forward, if sequences may run as rows of one forward.
+        tokens: of all sequences together, in place of `length`; where they are fewer than 16 a sequence, there are
+            fewer sequences. Images and sounds have the length that the model gives them.
 
     Returns:
         Inputs on which one forward has succeeded.
 
     Raises:
-        UsageError: the text file is empty, unreadable or not UTF-8, or the model reads no text.
+        UsageError: the text file is empty, unreadable or not UTF-8, or the model reads no text; the tokens are too
+            few.
         ModelError: nothing that was tried runs, or the tokenizer's ids lie beyond the embedding.
     """
+    if tokens is not None:
+        sequences, length = share(tokens, sequences)
     names = list(inspect.signature(model.forward).parameters)
     if text is not None and tokenizer is None:
         raise UsageError(f"--text {text}: the checkpoint has no tokenizer to read it with; leave --text out")
     if text is not None and "input_ids" not in names:
         raise UsageError(f"--text {text}: {type(model).__name__} reads no text; leave --text out")
     rows: list[list[int]] = []
+    about = _About(text, length if tokens is not None else None)
     if tokenizer is not None and "input_ids" in names:
-        rows = encode(tokenizer, passages_of(text), sequences, length, whole=text is not None)
+        rows, about.total = encode(tokenizer, passages_of(text), sequences, length, whole=text is not None)
         if text is not None and not rows:
             raise UsageError(f"--text {text}: expected text, got a file without any token")
         rows = known(rows, tokenizer, model, insist=text is not None)
@@ -132,7 +139,7 @@ def make_inputs(
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         together = candidate.kind in ("text", "ids") and stacked
         return Inputs(
-            _describe(candidate, text),
+            about.describe(candidate),
             candidate.batches,
             candidate.kind,
             candidate.length,
@@ -151,17 +158,34 @@ def make_inputs(
     )
 
 
-def _describe(candidate: candidates.Candidate, text: Path | None) -> str:
-    count = len(candidate.batches)
-    noun = "sequence" if count == 1 else "sequences"
-    if candidate.kind.startswith("text"):
-        source = f"of {text.name}" if text is not None else "of the built-in prompts"
-        rest = candidate.kind.removeprefix("text").replace("+", " with seeded ")
-        return f"{count} {noun} of {candidate.length} tokens {source}{rest}"
-    if candidate.kind.startswith("ids"):
-        rest = candidate.kind.removeprefix("ids").replace("+", " with seeded ")
-        return f"{count} {noun} of {candidate.length} seeded token ids{rest}"
-    return f"{count} seeded {candidate.kind} inputs of shape {candidate.shape}"
+@dataclass
+class _About:
+    """What is to be said of the inputs."""
+
+    text: Path | None
+    asked: int | None
+    total: int = 0
+
+    def describe(self, candidate: candidates.Candidate) -> str:
+        count, kind = len(candidate.batches), candidate.kind
+        noun = "sequence" if count == 1 else "sequences"
+        word = next((word for word in ("text", "ids") if kind.startswith(word)), None)
+        if word is None:
+            return f"{count} seeded {kind} inputs of shape {candidate.shape}"
+        rest = kind.removeprefix(word).replace("+", " with seeded ")
+        if word == "ids":
+            return f"{count} {noun} of {candidate.length} seeded token ids{rest}{self.cut(candidate.length)}"
+        source = f"of {self.text.name}" if self.text is not None else "of the built-in prompts"
+        if self.text is None and candidate.length > self.total:
+            source += f", which are {self.total} tokens and are gone through again in another order"
+        return f"{count} {noun} of {candidate.length} tokens {source}{rest}{self.cut(candidate.length)}"
+
+    def cut(self, length: int) -> str:
+        """Say that sequences are shorter than was asked for, and why."""
+        if self.asked is None or length >= self.asked:
+            return ""
+        ends = "the model's positions or the text end" if self.text is not None else "the model's positions end"
+        return f" ({self.asked} were asked for; {ends} before)"
 
 
 def _alike(batches: list[dict[str, Any]]) -> Iterator[list[int]]:

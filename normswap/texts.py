@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,42 @@ from torch import nn
 from normswap.errors import ModelError, UsageError
 from normswap.settings import embedding_size
 
-__all__ = ["encode", "known", "passages_of"]
+__all__ = ["SHORTEST", "encode", "known", "passages_of", "share"]
 
 # Shorter sequences say too little of a model to be worth more of them.
-_SHORTEST = 16
+SHORTEST = 16
+
+
+def share(tokens: int, sequences: int) -> tuple[int, int]:
+    """Share tokens out over sequences, fewer of them where they would be too short.
+
+    Args:
+        tokens: in all.
+        sequences: how many are wanted.
+
+    Returns:
+        How many sequences, and the tokens of each.
+
+    Raises:
+        UsageError: the tokens are too few for one sequence.
+    """
+    if tokens < SHORTEST:
+        raise UsageError(
+            f"--tokens {tokens}: expected at least {SHORTEST}, for one sequence; {SHORTEST * 8} give eight"
+        )
+    count = min(sequences, tokens // SHORTEST)
+    return count, tokens // count
 
 
 def passages_of(text: Path | None) -> list[str]:
+    """Read a file, or the built-in prompts.
+
+    Args:
+        text: the file, as one passage; None for the prompts, one a passage.
+
+    Raises:
+        UsageError: the file is empty, unreadable or not UTF-8.
+    """
     if text is None:
         raw = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8")
         return [passage.strip() for passage in raw.split("\n====\n")]
@@ -31,15 +62,32 @@ def passages_of(text: Path | None) -> list[str]:
     return [words]
 
 
-def encode(tokenizer: Any, passages: list[str], sequences: int, length: int, *, whole: bool) -> list[list[int]]:
-    """Make rows of at most ``length`` tokens, each with the tokenizer's own special tokens around it."""
+def encode(
+    tokenizer: Any, passages: list[str], sequences: int, length: int, *, whole: bool
+) -> tuple[list[list[int]], int]:
+    """Make rows of at most ``length`` tokens, each with the tokenizer's own special tokens around it.
+
+    Args:
+        tokenizer: the checkpoint's.
+        passages: what `passages_of` read.
+        sequences: how many rows to make.
+        length: of a row.
+        whole: whether the passages are one text, cut into rows from its beginning. Else each row begins with another
+            passage and goes on through the others, over and over in a new order each time, until it is full.
+
+    Returns:
+        The rows, and how many tokens the passages have in all.
+
+    Raises:
+        ModelError: the tokenizer fails.
+    """
     plain = [_ids(tokenizer, passage, special=False) for passage in passages]
     before, after = _frame(tokenizer)
     room = max(1, length - len(before) - len(after))
     bodies: list[list[int]] = []
     if whole:
         ids = plain[0]
-        room = max(min(room, len(ids) // sequences), min(_SHORTEST, room))
+        room = max(min(room, len(ids) // sequences), min(SHORTEST, room))
         bodies = [ids[start : start + room] for start in range(0, len(ids), room)][:sequences]
         if len(bodies) > 1 and len(bodies[-1]) < room:
             bodies.pop()
@@ -48,12 +96,22 @@ def encode(tokenizer: Any, passages: list[str], sequences: int, length: int, *, 
             # Past the last passage, the second halves; a short passage goes on into the next.
             turn, start = divmod(index, len(plain))
             body = plain[start][(turn * len(plain[start])) // (turn + 1) :]
-            for step in range(1, len(plain)):
-                if len(body) >= room:
+            order = [(start + step) % len(plain) for step in range(1, len(plain) + 1)]
+            for step in _rounds(order, index):
+                if len(body) >= room or not any(plain):
                     break
-                body = body + plain[(start + step) % len(plain)]
+                body = body + plain[step]
             bodies.append(body[:room])
-    return [[*before, *body, *after] for body in bodies if body]
+    return [[*before, *body, *after] for body in bodies if body], sum(map(len, plain))
+
+
+def _rounds(order: list[int], seed: int) -> Iterator[int]:
+    """Go through an order again and again: first as it is, then in an order that is drawn anew each time."""
+    yield from order[:-1]
+    shuffled, draws = list(order), random.Random(seed)
+    while True:
+        draws.shuffle(shuffled)
+        yield from shuffled
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
@@ -73,7 +131,19 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def known(rows: list[list[int]], tokenizer: Any, model: nn.Module, *, insist: bool) -> list[list[int]]:
-    """Refuse ids beyond the embedding; drop text of which the tokenizer knows less than half."""
+    """Refuse ids beyond the embedding; drop text of which the tokenizer knows less than half.
+
+    Args:
+        rows: token ids.
+        tokenizer: that made them.
+        model: that is to read them.
+        insist: whether to keep text that the tokenizer does not know.
+
+    Raises:
+        ModelError: an id lies beyond the model's embedding.
+    """
+    if not rows:
+        return rows
     size = embedding_size(model)
     top = max(max(row) for row in rows)
     if size is not None and top >= size:

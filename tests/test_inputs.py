@@ -1,5 +1,7 @@
+import collections
 import sys
 import types
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 import normswap
 from normswap.errors import ModelError, UsageError
 from normswap.inputs import Inputs, make_inputs, output_of, run
+from normswap.texts import encode, passages_of
 
 ZOO = Path(__file__).resolve().parents[1] / ".." / "shared" / "zoo"
 
@@ -80,6 +83,90 @@ def test_a_file_is_cut_into_sequences(model, tmp_path):
     file.write_text("short", encoding="utf-8")
     inputs = make_inputs(model, model.config, Words(), text=file)
     assert inputs.description == "1 sequence of 7 tokens of some.txt"
+
+
+@pytest.mark.core
+def test_tokens_are_shared_out_over_the_sequences(model):
+    def made(tokens, **options):
+        inputs = make_inputs(model, model.config, Words(), tokens=tokens, **options)
+        return inputs.sequences, inputs.length
+
+    assert made(512) == (8, 64)
+    assert made(1001) == (8, 125)
+    assert made(128) == (8, 16)
+    assert made(100) == (6, 16)
+    assert made(31) == (1, 31)
+    assert made(512, sequences=4) == (4, 128)
+    with pytest.raises(UsageError, match=r"--tokens 15: expected at least 16, for one sequence; 128 give eight"):
+        made(15)
+
+
+@pytest.mark.core
+def test_tokens_beyond_the_positions_are_cut_and_told(model, tmp_path):
+    config = types.SimpleNamespace(**{**vars(model.config), "max_position_embeddings": 40})
+    inputs = make_inputs(model, config, Words(), tokens=512)
+    assert inputs.description == (
+        "8 sequences of 40 tokens of the built-in prompts (64 were asked for; the model's positions end before)"
+    )
+    inputs = make_inputs(model, config, tokens=512)
+    assert inputs.description.endswith(
+        "8 sequences of 40 seeded token ids (64 were asked for; the model's positions end before)"
+    )
+    file = tmp_path / "some.txt"
+    file.write_text("abcdefghij" * 30, encoding="utf-8")
+    inputs = make_inputs(model, model.config, Words(), tokens=512, text=file)
+    assert (inputs.sequences, inputs.length) == (8, 39)
+    assert inputs.description.endswith("(64 were asked for; the model's positions or the text end before)")
+
+
+@pytest.mark.core
+def test_long_contexts_go_on_through_the_prompts_in_other_orders():
+    words = Words(size=300)
+    total = sum(len(words(passage, add_special_tokens=False)["input_ids"]) for passage in passages_of(None))
+    rows, told = encode(words, passages_of(None), 8, 3 * total, whole=False)
+    assert told == total and [len(row) for row in rows] == [3 * total] * 8
+    for row in rows:
+        body = row[1:-1]
+        first, second, third = body[:total], body[total : 2 * total], body[2 * total :]
+        assert sorted(first) == sorted(second) and sorted(third) != third
+        assert first != second and second[: total - 100] != third[: total - 100]
+    assert len({tuple(row[total : total + 200]) for row in rows}) == 8
+    short, _ = encode(words, passages_of(None)[:1], 2, 4000, whole=False)
+    assert [len(row) for row in short] == [4000, 4000]
+
+
+@pytest.mark.core
+def test_prompts_that_are_gone_through_again_are_told(model):
+    class Coarse(Words):
+        def __call__(self, text, **options):
+            return super().__call__(text[::60], **options)
+
+    config = types.SimpleNamespace(**{**vars(model.config), "max_position_embeddings": 1 << 17})
+    assert make_inputs(model, config, Coarse(), tokens=800).description == (
+        "8 sequences of 100 tokens of the built-in prompts"
+    )
+    _, total = encode(Coarse(), passages_of(None), 1, 10, whole=False)
+    assert make_inputs(model, config, Coarse(), tokens=1000, sequences=2).description == (
+        f"2 sequences of 500 tokens of the built-in prompts, which are {total} tokens and are gone through again in "
+        "another order"
+    )
+
+
+@pytest.mark.core
+def test_the_prompts_have_many_scripts_code_numbers_and_a_long_text():
+    passages = passages_of(None)
+    letters = [unicodedata.name(letter, "").split()[0] for letter in "".join(passages) if letter.isalpha()]
+    counts = collections.Counter(letters)
+    for script in ("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "DEVANAGARI", "CJK", "HIRAGANA", "HANGUL"):
+        assert counts[script] > 200, script
+    assert {"THAI", "GEORGIAN", "ARMENIAN", "TAMIL", "BENGALI"} <= counts.keys()
+    assert any("def " in passage for passage in passages)
+    assert any(sum(letter.isdigit() for letter in passage) > 200 for passage in passages)
+    assert max(map(len, passages)) > 4000
+    assert len(set(passages)) == len(passages)
+    # Eight sequences of few tokens begin with the first eight.
+    early = {unicodedata.name(c, "").split()[0] for passage in passages[:8] for c in passage[:200] if c.isalpha()}
+    assert {"LATIN", "CJK", "CYRILLIC", "ARABIC", "GREEK", "HEBREW", "DEVANAGARI", "HANGUL"} <= early
 
 
 @pytest.mark.core
