@@ -1,0 +1,48 @@
+"""Two hundred right conversions of tiny models, none of which may be called wrong or doubted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import another_order
+import pytest
+import right_conversions as right
+import torch
+from right_conversions import Conversion
+from tiny_families import FAMILIES
+
+import normswap
+from normswap import execution
+
+pytestmark = pytest.mark.slow
+
+HALF, FULL = torch.bfloat16, torch.float32
+# Kind, seed, dtype that is stored: 20 of each family.
+KINDS: list[tuple[Conversion, int, torch.dtype]] = [
+    *((right.swapped, seed, dtype) for seed in (1, 2, 3) for dtype in (HALF, FULL)),
+    *((right.folded, seed, dtype) for seed in (1, 2) for dtype in (HALF, FULL)),
+    *((right.folded_unrecorded, seed, dtype) for seed in (3, 4) for dtype in (HALF, FULL)),
+    *((right.resharded, seed, dtype) for seed in (1,) for dtype in (HALF, FULL)),
+    *((right.to_bfloat16, seed, FULL) for seed in (1, 2)),
+    *((right.to_float16, seed, FULL) for seed in (1, 2)),
+]
+
+
+@pytest.fixture(autouse=True)
+def summed_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it a swap on the CPU is the original to the last bit, and nothing could alarm."""
+    monkeypatch.setitem(execution._OPERATIONS, "rms", another_order.rms_norm)
+    monkeypatch.setitem(execution._OPERATIONS, "layer", another_order.layer_norm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_right_conversions_of_a_family_pass(family: str, tmp_path: Path) -> None:
+    """10 families x 20 = 200."""
+    alarms = {}
+    for number, (conversion, seed, dtype) in enumerate(KINDS):
+        source = FAMILIES[family].save(tmp_path / f"source{number}", dtype, seed)
+        report = normswap.verify(conversion(family, source, tmp_path / f"target{number}"), against=source)
+        if not report.passed:
+            alarms[conversion.__name__, seed, dtype] = (report.failures, report.doubts)
+    assert len(KINDS) == 20
+    assert alarms == {}
