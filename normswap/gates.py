@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from normswap.figures import Control, Criterion, Exact, NormFigures, Served
 from normswap.meter import NormMeter
-from normswap.stats import Gap, Tokens, bootstrap_ratio, chance_of_as_many, relative
+from normswap.stats import Gap, bootstrap_ratio, chance_of_as_many, relative
+from normswap.tokenwise import Rows, bootstrap_mean, joined, ratio_over_blocks
 
 __all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served"]
 
@@ -22,7 +24,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def judge_exact(
     gaps: Sequence[Mapping[str, Gap]], main: str, control: Control | None, criterion: Criterion
-) -> tuple[Exact, list[str]]:
+) -> tuple[Exact, list[str], list[str]]:
     """Judge both models in float32.
 
     Args:
@@ -32,7 +34,7 @@ def judge_exact(
         criterion: the bounds.
 
     Returns:
-        The figures, and the failures in words.
+        The figures, the failures and the doubts in words: a gate that sees no fault neither passes nor fails.
     """
     bound = criterion.exact_bound
     errors = {
@@ -48,15 +50,17 @@ def judge_exact(
         # The norms move this output less than the bound: only a tighter one can tell a fault.
         bound = min(bound, control.error / _MARGIN)
         if error <= bound:
-            return Exact(error, bound, replace(control, detected=True)), failures
+            return Exact(error, bound, replace(control, detected=True)), failures, []
     if not error <= criterion.exact_bound:
         failures.append(f"exact: error {error:.3g} above {criterion.exact_bound:g}")
+    doubts = []
     if control is not None and not control.detected:
-        failures.append(
+        doubts.append(
             f"exact: the gate is blind here: error {error:.3g}, while {control.scale:g} times every other channel "
-            f"of {control.norm} moves the output by {control.error:.3g} only"
+            f"of {control.norm} moves the output by {control.error:.3g} only; take a reference in float64 "
+            "(--reference float64) or inputs that reach the norms (--text)"
         )
-    return Exact(error, bound, control), failures
+    return Exact(error, bound, control), failures, doubts
 
 
 def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormFigures, list[str]]:
@@ -117,20 +121,32 @@ def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormF
         exact_ulp_original=meter.exact_ulp_original,
         exact_ulp_swapped=meter.exact_ulp_swapped,
         passed=not failures,
+        histogram=list(meter.histogram),
+        **(
+            {}
+            if meter.worst is None
+            else dict(zip(("worst_call", "worst_row", "worst_channel"), meter.worst, strict=True))
+        ),
     )
     return figures, failures
 
 
-def judge_reach(norms: Sequence[NormFigures]) -> tuple[list[str], list[str]]:
+def judge_reach(norms: Sequence[NormFigures], *, swapped: bool = True) -> tuple[list[str], list[str]]:
     """Say which norms the inputs did not reach.
+
+    Args:
+        norms: the figures.
+        swapped: whether they are swapped ones, of which at least one has to be reached.
 
     Returns:
         Failures, when none was reached, and notes, when some were not.
     """
     missed = [entry.name for entry in norms if entry.calls == 0]
+    if not norms and not swapped:
+        return [], ["no norm was recognised: neither their results nor faults put into them were measured"]
     if not norms:
         return ["norms: the converted model has no swapped norm"], []
-    if len(missed) == len(norms):
+    if len(missed) == len(norms) and swapped:
         return [f"norms: none of the {len(norms)} swapped norms was reached by the inputs"], []
     if missed:
         return [], [f"{len(missed)} norms not reached by the inputs: {', '.join(missed)}"]
@@ -138,20 +154,16 @@ def judge_reach(norms: Sequence[NormFigures]) -> tuple[list[str], list[str]]:
 
 
 def judge_served(
-    original: Sequence[Gap],
-    converted: Sequence[Gap],
-    tokens_original: Tokens | None,
-    tokens_converted: Tokens | None,
-    numbers: int,
-    criterion: Criterion,
+    original: Sequence[Rows], converted: Sequence[Rows], numbers: int, criterion: Criterion
 ) -> tuple[Served, list[str], list[str]]:
     """Judge the models as served by their distances from the reference.
 
+    The divergences are held to the same bounds as the errors, by the root of their ratio: a divergence grows with the
+    square of an error.
+
     Args:
-        original: distance of the original, one a sequence.
-        converted: distance of the converted model, one a sequence.
-        tokens_original: the original's next-token distributions beside the reference's; None without logits.
-        tokens_converted: the same for the converted model.
+        original: distance of the original, one entry a sequence.
+        converted: distance of the converted model, one entry a sequence.
         numbers: how many numbers the outputs have in all. Where they are few (class scores of some images), the ratio
             of two roundings is left to chance and does not judge.
         criterion: the bounds.
@@ -160,38 +172,74 @@ def judge_served(
         The figures, the failures in words, and the notes.
     """
     failures, notes = [], []
-    sizes = [entry.size for entry in original]
-    errors_a, errors_b = [entry.error for entry in original], [entry.error for entry in converted]
+    sizes = [float(rows.size.sum()) for rows in original]
+    errors_a, errors_b = ([float(rows.error.sum()) for rows in side] for side in (original, converted))
     ratio, low, high = bootstrap_ratio(errors_b, errors_a, criterion.bootstrap)
     worse = sum(b.nonfinite > a.nonfinite for a, b in zip(original, converted, strict=True))
     if worse:
         failures.append(f"served: NaN or inf in {worse} sequences where the original has fewer or none")
+    # Too few sequences have no spread of their own; their tokens, in blocks, have.
+    judged = ratio_over_blocks(
+        [rows.error for rows in converted], [rows.error for rows in original], criterion.bootstrap
+    )
+    few = len(original) < criterion.min_sequences
     if numbers < criterion.min_outputs and not math.isnan(ratio):
         notes.append(
             f"served: {numbers} numbers are too few for the ratio of errors to judge (at least "
             f"{criterion.min_outputs}); exact and norms decide"
         )
-    elif math.isinf(ratio):
-        failures.append("served: ratio is infinite: the original equals the reference, the converted model does not")
     else:
-        if not ratio <= criterion.ratio_max:
-            failures.append(f"served: ratio {ratio:.4g} above {criterion.ratio_max:g}")
-        if not low <= criterion.ratio_interval_low:
-            failures.append(
-                f"served: ratio_interval [{low:.4g}, {high:.4g}] lies above {criterion.ratio_interval_low:g}"
-            )
-    peaks = [entry.max_abs for entry in converted]
-    a, b = tokens_original, tokens_converted
+        interval = judged if few else (low, high)
+        failures += _beyond("ratio", "original equals the reference", ratio, interval, criterion)
     served = Served(
         error_original=relative(errors_a, sizes),
         error_converted=relative(errors_b, sizes),
         ratio=ratio,
         ratio_interval=(low, high),
-        kl_original=a.kl / a.count if a else None,
-        kl_converted=b.kl / b.count if b else None,
-        top1_agreement=b.same / b.count if b else None,
-        top1_agreement_original=a.same / a.count if a else None,
-        max_abs=math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks, default=0.0),
-        tokens=b.count if b else None,
+        max_abs=joined(converted).max_abs if converted else 0.0,
+        ratio_interval_tokens=judged,
     )
-    return served, failures, notes
+    figures, failed = _judge_tokens(original, converted, few, criterion)
+    return replace(served, **figures), failures + (failed if numbers >= criterion.min_outputs else []), notes
+
+
+def _judge_tokens(
+    original: Sequence[Rows], converted: Sequence[Rows], few: bool, criterion: Criterion
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare next-token distributions; nothing is found in outputs that are none."""
+    if any(rows.kl is None or rows.same is None for rows in (*original, *converted)) or not original:
+        return {}, []
+    kl_a, kl_b = ([rows.kl.clamp(min=0.0) for rows in side] for side in (original, converted))  # type: ignore[union-attr]
+    same_a, same_b = ([rows.same.double() for rows in side] for side in (original, converted))  # type: ignore[union-attr]
+    sums_a, sums_b = ([float(kl.sum()) for kl in side] for side in (kl_a, kl_b))
+    ratio, low, high = bootstrap_ratio(sums_b, sums_a, criterion.bootstrap)
+    interval = ratio_over_blocks(kl_b, kl_a, criterion.bootstrap) if few else (low, high)
+    means = {
+        "kl_original": kl_a,
+        "kl_converted": kl_b,
+        "top1_agreement_original": same_a,
+        "top1_agreement": same_b,
+    }
+    spreads = {
+        "kl_original_interval": kl_a,
+        "kl_interval": kl_b,
+        "top1_original_interval": same_a,
+        "top1_interval": same_b,
+    }
+    figures: dict[str, Any] = {name: float(torch.cat(values).mean()) for name, values in means.items()}
+    figures |= {name: bootstrap_mean(values, criterion.bootstrap) for name, values in spreads.items()}
+    figures |= {"kl_ratio": ratio, "kl_ratio_interval": (low, high), "tokens": sum(len(kl) for kl in kl_b)}
+    return figures, _beyond("kl_ratio", "original has the reference's distributions", ratio, interval, criterion)
+
+
+def _beyond(name: str, equal: str, ratio: float, interval: tuple[float, float], criterion: Criterion) -> list[str]:
+    """Hold a ratio and its interval to the bounds; a NaN passes none."""
+    if math.isinf(ratio):
+        return [f"served: {name} is infinite: the {equal}, the converted model does not"]
+    failures = []
+    if not ratio <= criterion.ratio_max:
+        failures.append(f"served: {name} {ratio:.4g} above {criterion.ratio_max:g}")
+    low, high = interval
+    if not low <= criterion.ratio_interval_low:
+        failures.append(f"served: {name}_interval [{low:.4g}, {high:.4g}] lies above {criterion.ratio_interval_low:g}")
+    return failures

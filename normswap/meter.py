@@ -20,6 +20,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _SAMPLE = 1 << 18
 # One in so many elements of a float16 result may differ: of those that cancel further nothing can be said.
 _CANCELLED = 1e3
+# Upper ends of the histogram's bins, in units in the last place; the last bin has none.
+_EDGES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 def _row_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -71,6 +73,9 @@ class NormMeter:
     - float32 result otherwise: units of float32 at ``max(|out|, s)``.
 
     The distances from the truth are in units of the result's dtype at ``max(|out|, s)``.
+
+    ``histogram`` counts the elements by these units, `_EDGES` being the bins' upper ends; ``worst`` is the call, row
+    and channel of the element furthest apart, which is ``most`` units, None where none is.
     """
 
     spec: NormSpec
@@ -90,6 +95,9 @@ class NormMeter:
     square_original: float = 0.0
     square_swapped: float = 0.0
     square_exact: float = 0.0
+    histogram: list[int] = field(default_factory=lambda: [0] * (len(_EDGES) + 1))
+    worst: tuple[int, int, int] | None = None
+    most: float = 0.0
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -106,6 +114,7 @@ class NormMeter:
         original: torch.Tensor,
         swapped: torch.Tensor,
         gate: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> None:
         """Take in the results of one call.
 
@@ -116,6 +125,7 @@ class NormMeter:
             original: what the original class makes of ``x``.
             swapped: what the swapped norm made of ``x``.
             gate: of the shape of ``x``; None for a call without.
+            rows: the numbers of these rows in the call; None where they are all of it.
         """
         if original.dtype != swapped.dtype or original.shape != swapped.shape:
             self.problems.append(
@@ -156,6 +166,7 @@ class NormMeter:
         if every and torch.equal(original, swapped):
             self.identical += original.numel()
             self.agreeing += original.numel()
+            self.histogram[0] += original.numel()
             self.exact_ulp_swapped = max(self.exact_ulp_swapped, float((off / unit).max()))
             self.square_swapped += float(off.pow(2).sum())
             return
@@ -174,11 +185,27 @@ class NormMeter:
         else:
             ulp = gap / unit
         ulp = ulp if every else ulp.masked_fill(~finite, 0.0)
+        bits = (original == swapped) | (original.isnan() & swapped.isnan())
+        self._count(ulp if every else ulp.masked_fill(~finite & ~bits, float("inf")), rows)
         self.max_ulp = max(self.max_ulp, float(ulp.max()))
         self.sum_ulp += float(ulp.sum())
-        bits = (original == swapped) | (original.isnan() & swapped.isnan())
         self.identical += int(bits.sum())
         self.agreeing += int((bits | (noise & finite)).sum())
+
+    def _count(self, ulp: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Sort the distances of one call into the histogram, and remember the greatest so far."""
+        edges = torch.tensor(_EDGES, dtype=ulp.dtype, device=ulp.device)
+        counts = torch.bucketize(ulp.flatten(), edges).bincount(minlength=len(_EDGES) + 1)
+        self.histogram = [before + int(count) for before, count in zip(self.histogram, counts, strict=True)]
+        most = float(ulp.max())
+        if most > self.most:
+            at = int(ulp.argmax())
+            row, channel = divmod(at, self._row_size(ulp))
+            self.worst = self.calls - 1, row if rows is None else int(rows[row]), channel
+            self.most = most
+
+    def _row_size(self, ulp: torch.Tensor) -> int:
+        return ulp.shape[-2:].numel() if self.spec.heads > 1 else ulp.shape[-1]
 
 
 def _scales(
@@ -208,7 +235,7 @@ def _scales(
     return at, n, g
 
 
-def trial_inputs(spec: NormSpec) -> Iterator[dict[str, torch.Tensor]]:
+def trial_inputs(spec: NormSpec, *, eps_alone: bool = False) -> Iterator[dict[str, torch.Tensor]]:
     """Yield arguments that a real run may not bring, float32 on the CPU: each kind of launch, and rows where eps tells.
 
     A few rows, some hundred and a batch of short sequences of ordinary size; rows far above it; rows that eps
@@ -217,6 +244,7 @@ def trial_inputs(spec: NormSpec) -> Iterator[dict[str, torch.Tensor]]:
 
     Args:
         spec: what is tried.
+        eps_alone: yield the rows that eps outweighs only.
 
     Yields:
         The row, and the gate if any, by the names that the norm's forward gives them.
@@ -225,14 +253,8 @@ def trial_inputs(spec: NormSpec) -> Iterator[dict[str, torch.Tensor]]:
     row = (spec.heads, spec.width or ANY_WIDTH) if spec.heads > 1 else (spec.width or ANY_WIDTH,)
     small = max(spec.eps, 1e-12)
     small = small**0.5 if spec.eps_position == "inside" else small
-    for sizes, scale in (
-        ((1, 1), 1.0),
-        ((2, 1), 1.0),
-        ((1, 7), 1.0),
-        ((2, 150), 1.0),
-        ((1, 67), 1e3),
-        ((1, 67), small),
-    ):
+    kinds = (((1, 1), 1.0), ((2, 1), 1.0), ((1, 7), 1.0), ((2, 150), 1.0), ((1, 67), 1e3), ((1, 67), small))
+    for sizes, scale in kinds[-1:] if eps_alone else kinds:
         x = _as_input(spec, scale * torch.randn(*sizes, *row, generator=generator))
         if spec.gate is None or spec.gate_optional:
             yield {spec.input_name: x}
@@ -296,8 +318,8 @@ def _hook(norm: NormUnderTest, meter: NormMeter, sample: int) -> Callable[..., N
                 if not isinstance(expected, torch.Tensor) or expected.shape != output.shape:
                     meter.problems.append(f"returned {tuple(output.shape)} where the original returns another shape")
                     return
-                x, expected, output, gate = sampler.pick(norm.spec, x.detach(), expected, output.detach(), gate)
-                meter.add(x, norm.gain(), norm.bias(), expected, output, gate)
+                x, expected, output, gate, rows = sampler.pick(norm.spec, x.detach(), expected, output.detach(), gate)
+                meter.add(x, norm.gain(), norm.bias(), expected, output, gate, rows)
         finally:
             busy = False
 
@@ -320,20 +342,23 @@ class _Sampler:
 
     def pick(
         self, spec: NormSpec, x: torch.Tensor, expected: torch.Tensor, output: torch.Tensor, gate: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the rows to compare; the call as it is where that is every row of it, or where rows are channels."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the rows to compare and their numbers.
+
+        The call as it is, without numbers, where that is every row of it, or where rows are channels.
+        """
         row = x.shape[-2:] if spec.heads > 1 else x.shape[-1:]
         if x.dim() <= len(row) or x.shape != output.shape or not x.numel() or spec.axis != "last":
-            return x, expected, output, gate
+            return x, expected, output, gate, None
         size = row.numel()
         rows = x.numel() // size
         keep = max(1, min(rows, self.most // size))
         index = torch.linspace(0, rows - 1, keep, dtype=torch.float64, device=x.device).round().long()
         index = index[self._new(x.reshape(rows, size)[index])]
         if len(index) == rows:
-            return x, expected, output, gate
+            return x, expected, output, gate, None
         x, expected, output = (t.reshape(rows, *row)[index] for t in (x, expected, output))
-        return x, expected, output, None if gate is None else gate.detach().reshape(rows, *row)[index]
+        return x, expected, output, None if gate is None else gate.detach().reshape(rows, *row)[index], index
 
     def _new(self, rows: torch.Tensor) -> list[int]:
         # A projection tells rows apart; a NaN is equal to nothing and so is always new.

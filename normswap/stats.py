@@ -11,11 +11,10 @@ import torch
 __all__ = [
     "FLOAT32_NOISE",
     "Gap",
-    "Tokens",
     "bootstrap_ratio",
     "chance_of_as_many",
-    "compare_tokens",
     "gap",
+    "masked_entries",
     "relative",
     "ulp_distance",
     "ulp_size",
@@ -139,45 +138,6 @@ def bootstrap_ratio(
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Next-token distributions beside the reference's, summed over tokens.
-
-    Attributes:
-        kl: sum of KL(reference || other) in nats.
-        same: tokens whose most likely entry is the reference's.
-        count: tokens compared.
-    """
-
-    kl: float
-    same: int
-    count: int
-
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(self.kl + other.kl, self.same + other.same, self.count + other.count)
-
-
-@torch.no_grad()
-def compare_tokens(reference: torch.Tensor, other: torch.Tensor) -> Tokens:
-    """Compare next-token distributions in float64.
-
-    Args:
-        reference: ``(..., vocabulary)`` logits.
-        other: like ``reference``.
-    """
-    reference = reference.reshape(-1, reference.shape[-1])
-    other = other.reshape(-1, other.shape[-1])
-    step = max(1, _CHUNK // max(1, reference.shape[-1]))
-    total, same = 0.0, 0
-    for start in range(0, reference.shape[0], step):
-        r = reference[start : start + step].double()
-        o = other[start : start + step].double()
-        same += int((r.argmax(-1) == o.argmax(-1)).sum())
-        log_r, log_o = r.log_softmax(-1), o.log_softmax(-1)
-        total += float((log_r.exp() * (log_r - log_o)).sum())
-    return Tokens(total, same, reference.shape[0])
-
-
-@dataclass(frozen=True)
 class Gap:
     """How far one output lies from the reference, for one sequence.
 
@@ -192,6 +152,22 @@ class Gap:
     size: float
     max_abs: float
     nonfinite: int
+
+
+def masked_entries(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Say where a reference masks: with a huge number, or with an infinity that the other has as well.
+
+    Args:
+        reference: float32 or float64, any shape.
+        other: like ``reference``, any dtype.
+
+    Returns:
+        bool, the shape of ``reference``.
+    """
+    other = other.to(reference.dtype)
+    # Two equal infinities have no distance, though their difference is no number.
+    equal = reference.isinf() & (other == reference)
+    return equal | (reference.isfinite() & (reference.abs() >= _MASKED) & other.isfinite())
 
 
 @torch.no_grad()
@@ -209,9 +185,7 @@ def gap(other: torch.Tensor, reference: torch.Tensor) -> Gap:
         difference = (left[start : start + _CHUNK].double() - r).abs_()
         low, high = (float(end) for end in r.aminmax())
         if low <= -_MASKED or high >= _MASKED:
-            # Two equal infinities have no distance, though their difference is no number.
-            equal = r.isinf() & (left[start : start + _CHUNK].double() == r)
-            masked = equal | (r.isfinite() & (r.abs() >= _MASKED) & difference.isfinite())
+            masked = masked_entries(r, left[start : start + _CHUNK])
             difference, r = difference.masked_fill(masked, 0.0), r.masked_fill(masked, 0.0)
         error += float(difference.dot(difference))
         size += float(r.dot(r))
