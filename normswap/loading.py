@@ -18,7 +18,18 @@ from normswap.errors import CheckpointError, ModelError
 from normswap.quiet import first_line, quiet
 from normswap.source import Source, resolve
 
-__all__ = ["Source", "build_meta", "load_model", "load_tokenizer", "model_class", "quantization", "resolve"]
+__all__ = [
+    "Source",
+    "build_meta",
+    "check_complete",
+    "load_model",
+    "load_tokenizer",
+    "meta_parameters",
+    "model_class",
+    "quantization",
+    "resolve",
+    "told",
+]
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "merges.txt"),
@@ -78,7 +89,7 @@ def build_meta(source: Source) -> nn.Module:
                     model = cls._from_config(source.config)  # type: ignore[attr-defined]
             except (RuntimeError, NotImplementedError):
                 # Code that computes on tensors while it builds fails on meta: make only the parameters meta.
-                with _meta_parameters():
+                with meta_parameters():
                     model = cls._from_config(source.config)  # type: ignore[attr-defined]
     except Exception as error:
         raise ModelError(
@@ -120,12 +131,12 @@ def load_model(source: Source, *, dtype: torch.dtype, device: str | torch.device
     if method and torch.device(device).type != "cpu":
         options.setdefault("device_map", {"": str(device)})
     # What transformers fills in for a missing pooler is random; one seed makes two loads of one checkpoint alike.
-    with _told(source, method), quiet(), torch.random.fork_rng(devices=[]):
+    with told(source, method), quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model, info = cls.from_pretrained(str(source.path), **options)  # type: ignore[attr-defined]
-    _check_complete(source, info, lenient)
+    check_complete(source, info, lenient)
     if "device_map" not in options:
-        with _told(source, method):
+        with told(source, method):
             model = model.to(device)
     return model.eval()
 
@@ -205,7 +216,17 @@ def quantization(config: Any) -> str | None:
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
-def _check_complete(source: Source, info: dict[str, Any], lenient: bool) -> None:
+def check_complete(source: Source, info: dict[str, Any], lenient: bool) -> None:
+    """Refuse what transformers would fill with random numbers, and warn of a missing pooler.
+
+    Args:
+        source: what was loaded.
+        info: what ``from_pretrained`` tells of it with ``output_loading_info``.
+        lenient: whether tensors of another shape are fine.
+
+    Raises:
+        CheckpointError: tensors are missing, or of another shape than the configuration says.
+    """
     wrong = sorted(info["mismatched_keys"])
     if wrong and not lenient:
         # transformers 5 gives key, shape found and shape expected; transformers 4 the key alone.
@@ -234,7 +255,7 @@ def _check_complete(source: Source, info: dict[str, Any], lenient: bool) -> None
 
 
 @contextlib.contextmanager
-def _told(source: Source, method: str | None) -> Iterator[None]:
+def told(source: Source, method: str | None) -> Iterator[None]:
     """Turn what goes wrong while loading into one line of ours."""
     lead = f"cannot load {source.name}"
     if method:
@@ -270,7 +291,8 @@ def _to_meta(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _meta_parameters() -> Iterator[None]:
+def meta_parameters() -> Iterator[None]:
+    """Put every parameter that is registered meanwhile on the meta device; buffers stay where they are made."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -10,7 +10,19 @@ import torch
 from normswap.labels import Positions
 from normswap.stored import Stored
 
-__all__ = ["Read", "add_at", "assemble", "cut", "extent", "from_parameter", "numbered", "parameter_shape", "window"]
+__all__ = [
+    "Read",
+    "add_at",
+    "assemble",
+    "cut",
+    "extent",
+    "from_parameter",
+    "mesh",
+    "numbered",
+    "parameter_shape",
+    "placed",
+    "window",
+]
 
 Read = Callable[[str], Iterable[torch.Tensor]]
 """Yields a stored tensor in pieces of whole rows along its first axis, in order; one piece for a number."""
@@ -103,7 +115,7 @@ def assemble(pieces: tuple[Stored, ...], read: Read) -> torch.Tensor:
         if whole is None:
             whole = part.new_zeros(parameter_shape(pieces))
         if part.dim():
-            whole[_mesh(piece.positions)] = part
+            whole[mesh(piece.positions)] = part
         else:
             whole = part.clone()
     assert whole is not None
@@ -116,8 +128,8 @@ def _to_parameter(piece: Stored, part: torch.Tensor) -> torch.Tensor:
     return part.permute([*linked, *loose]).reshape([len(places) for places in piece.positions])
 
 
-def _mesh(positions: Iterable[Positions]) -> tuple[torch.Tensor, ...]:
-    """Return an index that takes every combination of positions."""
+def mesh(positions: Iterable[Positions]) -> tuple[torch.Tensor, ...]:
+    """Return an index that takes every combination of positions, one tuple of them for each axis."""
     listed = [torch.tensor(list(places), dtype=torch.long) for places in positions]
     return torch.meshgrid(*listed, indexing="ij") if listed else ()
 
@@ -125,7 +137,7 @@ def _mesh(positions: Iterable[Positions]) -> tuple[torch.Tensor, ...]:
 def add_at(whole: torch.Tensor, positions: list[Positions], part: torch.Tensor) -> None:
     """Add values to those of some positions of each axis."""
     if part.dim():
-        whole[_mesh(positions)] += part
+        whole[mesh(positions)] += part
     else:
         whole += part
 
