@@ -298,3 +298,9 @@ class ParityReport:
         """Return the report as plain data that strict JSON can hold; a figure that is not finite is None."""
         data = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self), "criterion": self.criterion.to_dict()}
         return plain(data)
+
+    def _repr_html_(self) -> str:
+        """Show verdict, gates and layers in a notebook."""
+        from normswap.page import to_fragment
+
+        return to_fragment(self)
