@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -75,6 +75,7 @@ class Stream:
     """The weights of one model, on disk.
 
     Attributes:
+        model: the model.
         checkpoint: where they are.
         units: in the model's order; no parameter that is not always there is outside of all of them, but for those
             that no module's forward stands for, which stay once they were read.
@@ -84,6 +85,7 @@ class Stream:
         device: where the model runs.
     """
 
+    model: nn.Module
     checkpoint: Checkpoint
     units: list[Unit] = field(default_factory=list)
     change: Change | None = None
@@ -121,6 +123,17 @@ class Stream:
         """Let go of a parameter; from now on it is read when it is needed."""
         self._held[id(parameter)] = _Held(name, pieces)
         empty_out(parameter, self.touch)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name by which `change` is told of a parameter."""
+        return self._held[id(parameter)].name
+
+    def refresh(self, names: Collection[str]) -> None:
+        """Read parameters again that are there, so that they are as `change` has them."""
+        for parameter in self.model.parameters():
+            held = self._held.get(id(parameter))
+            if held is not None and held.name in names and not isinstance(parameter, Waiting):
+                parameter.data = self.read(parameter)
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Read a parameter that is read outside of every unit it is in; it stays."""
@@ -226,7 +239,7 @@ def load_streamed(
     if untied:
         with quiet():
             untie_(model)
-    stream = Stream(skeleton.checkpoint, change=change, device=torch.device(device))
+    stream = Stream(model, skeleton.checkpoint, change=change, device=torch.device(device))
     _bring(skeleton, stream, small)
     for name, module in _units(model, stream, unit_bytes):
         inside = {id(parameter): parameter for parameter in module.parameters() if id(parameter) in stream._held}
