@@ -17,7 +17,7 @@ from normswap.narrowing import round_once
 from normswap.places import cut, window
 from normswap.stored import Stored
 
-__all__ = ["BOUND", "Algebra", "Columns", "Figure"]
+__all__ = ["BOUND", "Algebra", "Columns", "Figure", "channel_of_column", "columns_within", "region_of"]
 
 BOUND = 1e-12
 """What the relative error of a norm may be; float64 leaves some 1e-16 of each sum."""
@@ -144,7 +144,7 @@ class Algebra:
         region, before = region_of(piece, start, old)
         if region is None:
             return
-        ran_in = [_window_of(piece, axis, values, before, region) for values in (columns.before, columns.after)]
+        ran_in = [columns_within(piece, axis, values, before, region) for values in (columns.before, columns.after)]
         at = piece.axes[axis]
         olds, news = cut(old, region), cut(new, region)
         sums = self._rounded.setdefault(piece.parameter, _Rounded())
@@ -204,9 +204,18 @@ def channel_of_column(consumer: Consumer) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(places), torch.cat(channels)
 
 
-def _window_of(
+def columns_within(
     piece: Stored, axis: int, values: torch.Tensor, before: int, region: Sequence[Positions]
 ) -> torch.Tensor:
+    """Pick, of values for the columns of a weight, those of some rows of a stored tensor.
+
+    Args:
+        piece: how the stored tensor holds the weight.
+        axis: of the weight, along which its columns run.
+        values: ``(columns,)``.
+        before: as `region_of` returns it.
+        region: likewise.
+    """
     mine = piece.take(values, axis)
     return mine[before : before + len(region[0])] if piece.axes[axis] == 0 else mine
 

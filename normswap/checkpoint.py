@@ -20,11 +20,13 @@ __all__ = [
     "MANIFEST",
     "AtomicFolder",
     "Checkpoint",
+    "altered_files",
     "check_finite",
     "check_floating",
     "check_output",
     "check_source",
     "hash_weights",
+    "note_on_altered",
     "notes_on_weights",
     "read_manifest",
     "write_checkpoint",
@@ -64,13 +66,28 @@ def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifes
             "compared"
         )
     if manifest is not None:
-        # Manifests of before folding record the source's hashes alone, which the copy's were then.
-        recorded = manifest.get("files") or manifest["source"]["files"]
-        changed = sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name))
-        if recorded and changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            notes.append(f"the weights were changed since the conversion ({', '.join(changed[:3])}{more})")
+        notes += note_on_altered(altered_files(hashes, manifest))
     return notes
+
+
+def altered_files(hashes: dict[str, str], manifest: dict[str, Any]) -> list[str]:
+    """Name the weight files whose hashes are not those that a manifest records, and those that are not there.
+
+    Args:
+        hashes: what `hash_weights` returned.
+        manifest: of the checkpoint.
+    """
+    # Manifests of before folding record the source's hashes alone, which the copy's were then.
+    recorded = manifest.get("files") or manifest["source"]["files"]
+    return sorted(name for name in {*hashes, *recorded} if hashes.get(name) != recorded.get(name)) if recorded else []
+
+
+def note_on_altered(files: list[str]) -> list[str]:
+    """Return a note that names altered files; none without."""
+    if not files:
+        return []
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return [f"the weights were changed since the conversion ({', '.join(files[:3])}{more})"]
 
 
 def write_manifest(target: Path, data: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from normswap.foldproof import prove, prove_by_twin
 from normswap.gains import check_fold, fold_
 from normswap.loading import quantization
 from normswap.patching import Patterns
+from normswap.places import Read
 from normswap.plan import Plan, make_plan
 from normswap.rows import row_reader
 from normswap.shrinking import is_as_built
@@ -155,6 +156,7 @@ def prepare_folds(
     asked: tuple[str, ...] = (),
     folds: FoldPlan | None = None,
     without: Mapping[str, str] | None = None,
+    read: Read | None = None,
 ) -> FoldWork:
     """Decide which gains of a checkpoint fold, and how its tensors change for it. Weights are not read yet.
 
@@ -167,6 +169,7 @@ def prepare_folds(
         asked: patterns of norms that the user named; a final norm that other heads may read folds only if asked for.
         folds: decisions made before; by default they are made and proved now.
         without: norms that are left, with the reason, beside what is found here.
+        read: reads the tensors of the checkpoint; as they are stored by default.
 
     Raises:
         ModelError: the weights are quantized, or the data cannot be followed through the model.
@@ -188,7 +191,7 @@ def prepare_folds(
         config = untie_config_text((source.path / _CONFIG).read_text(encoding="utf-8"), model)
         notes += [note for note in [tying_readers(source.config)] if note]
         folds = _untied(model, plan, folds)
-    read = row_reader(checkpoint)
+    read = row_reader(checkpoint) if read is None else read
     folds = leave(folds, unstorable(model, folds, stored, read, heads=untying.keys))
     if not folds.folds:
         raise NothingToPatchError(
