@@ -97,7 +97,8 @@ class PairFigures:
         consumers: names of the weights in the model's class.
         error: relative RMS distance of the two on random rows, in float64, of the stored (rounded) weights.
         bound: what rounding once to the stored dtype explains.
-        passed: whether it is kept, by each channel alone as well, and every stored tensor of the fold is as it should be.
+        passed: whether it is kept, by each channel alone as well, and every stored tensor of the fold is as it should
+            be.
         channel: the channel that is furthest off in one of the weights.
         channel_error: relative RMS distance of what that weight makes of this channel alone.
         channel_bound: what another tool's order of multiplying and rounding explains: half a unit for the rounding and
