@@ -21,7 +21,7 @@ _WIDTH, _LEFT, _ROW = 960.0, 210.0, 21.0
 # Columns beside each other: so many that a cell still holds two digits.
 _COLUMNS, _WIDEST = 48, 34.0
 _STEPS = (0.0, 1.0, 2.0, 4.0, 8.0)
-_WORDS = ("0", "up to 1", "up to 2", "up to 4", "up to 8", "more, or no number")
+_WORDS = ("0", "to 1", "to 2", "to 4", "to 8", "more, or no number")
 
 
 @dataclass
@@ -106,9 +106,12 @@ def _band(stack: Stack, columns: Sequence[int], y: float) -> tuple[list[str], fl
         f'<text class="label" x="{_LEFT - 8}" y="{y + 12:.1f}" text-anchor="end">{escape(shorten(words, 32))}</text>'
     ]
     if stack.name:
+        # Numbers of two digits and more have no room in the narrowest cells.
+        every = 1 if width > 18 or columns[-1] < 10 else 2 if columns[-1] < 100 else 3
         for at, column in enumerate(columns):
             x = _LEFT + (at + 0.5) * width
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 12:.1f}" text-anchor="middle">{column}</text>')
+            if at % every == 0:
+                parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 12:.1f}" text-anchor="middle">{column}</text>')
     y += 18
     for kind, row in stack.rows.items():
         if not any(column in row for column in columns):
@@ -163,10 +166,10 @@ def _legend() -> Iterator[str]:
     for step, words in enumerate(_WORDS):
         yield f'<g class="cell h{step}"><rect x="{x:.1f}" y="6" width="18" height="16"/></g>'
         yield f'<text class="tick" x="{x + 23:.1f}" y="18">{words}</text>'
-        x += 44 + 6 * len(words)
+        x += 40 + 5.6 * len(words)
     yield f'<path class="failed" d="M{x + 1:.1f} 7h16v14h-16z"/><path class="corner" d="M{x:.1f} 6h7l-7 7z"/>'
     yield f'<text class="tick" x="{x + 23:.1f}" y="18">beyond its bound</text>'
-    x += 44 + 6 * 16
+    x += 40 + 5.6 * 16
     yield f'<g class="cell unreached"><rect x="{x:.1f}" y="6" width="18" height="16"/>'
     yield f'<text x="{x + 9:.1f}" y="18" text-anchor="middle">-</text></g>'
     yield f'<text class="tick" x="{x + 23:.1f}" y="18">not reached</text>'

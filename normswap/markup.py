@@ -17,10 +17,8 @@ __all__ = ["details", "escape", "facts", "figure", "gate_rows", "listing", "svg"
 _SIGNS = {
     "ok": ("ok", "✓"),
     "seen": ("ok", "✓"),
-    "explained": ("ok", "✓"),
     "tie": ("ok", "="),
     "FAIL": ("bad", "✗"),
-    "NOT explained": ("bad", "✗"),
     "no tie": ("bad", "✗"),
     "departs": ("bad", "✗"),
     "doubt": ("doubt", "?"),
@@ -58,22 +56,29 @@ def gate_rows(content: Table, caption: str) -> str:
         groups[-1].append(row)
     bodies = []
     for group in groups:
-        rows = [
-            f"<tr>{''.join(_cell(cell, at, content) for at, cell in enumerate(row) if at > 1)}</tr>" for row in group
-        ]
         span = len(group)
-        first = f'<th scope="rowgroup" rowspan="{span}">{escape(group[0][0])}</th>'
-        state = f'<td rowspan="{span}">{_state(group[0][1])}</td>'
-        rows[0] = rows[0].replace("<tr>", f"<tr>{first}{state}", 1)
+        start = (
+            f'<th scope="rowgroup" rowspan="{span}">{escape(group[0][0])}</th>'
+            f'<td rowspan="{span}">{_state(group[0][1])}</td>'
+        )
+        rows = [f"<tr>{'' if at else start}{_measured(row[2:])}</tr>" for at, row in enumerate(group)]
         bodies.append(f"<tbody>{''.join(rows)}</tbody>")
-    return _framed(caption, _head(content) + "".join(bodies))
+    return _framed(caption, _head(content) + "".join(bodies), "gates")
 
 
-def _framed(caption: str, inside: str) -> str:
+def _measured(cells: list[str]) -> str:
+    figure, *rest = cells
+    if not any(rest):
+        return f'<td colspan="{len(cells)}">{escape(figure)}</td>'
+    short = "".join(f'<td class="short">{escape(cell)}</td>' for cell in rest)
+    return f"<td>{escape(figure)}</td>{short}"
+
+
+def _framed(caption: str, inside: str, kind: str = "plain") -> str:
     # What may be wider than the screen scrolls by itself, and by the keyboard.
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}">'
-        f"<table><caption>{escape(caption)}</caption>{inside}</table></div>"
+        f'<table class="{kind}"><caption>{escape(caption)}</caption>{inside}</table></div>'
     )
 
 

@@ -132,16 +132,24 @@ def _compared(report: ParityReport) -> str:
     if found.altered:
         facts.append(("altered since the conversion", ", ".join(found.altered)))
     parts = [markup.facts(facts)]
-    changes = tables.change_table(report, _CHANGES)
-    if changes.rows:
-        shown = markup.table(changes, "Tensors that differ", name=2)
-        parts.append(shown if found.unexplained else markup.details(f"{len(found.changes)} tensors differ", shown))
-        if len(found.changes) > _CHANGES:
-            parts.append(f"<p>{len(found.changes) - _CHANGES} more differ; the JSON report lists all.</p>")
+    for explained, words in ((False, "Tensors that nothing explains"), (True, "Tensors that differ, as explained")):
+        parts.append(_changes(report, explained, words))
     settings = tables.setting_table(report)
     if settings.rows:
         parts.append(markup.table(settings, "Settings that differ", name=0))
     return "".join(parts)
+
+
+def _changes(report: ParityReport, explained: bool, words: str) -> str:
+    """Write the first of the changed tensors, and how many more there are."""
+    changes = tables.change_table(report, explained=explained)
+    count = len(changes.rows)
+    if not count:
+        return ""
+    shown = markup.table(tables.Table(changes.head, changes.rows[:_CHANGES], changes.figures), words)
+    if count > _CHANGES:
+        shown += f"<p>{count - _CHANGES} more; the JSON report lists all.</p>"
+    return markup.details(f"{words}: {count}", shown) if explained else shown
 
 
 def _layers(report: ParityReport) -> str:

@@ -60,7 +60,7 @@ def gate_table(report: ParityReport, *, brief: bool = False) -> Table:
     controls = not (brief and report.power.faults)
     parts = [
         ("tensors", state_of(report, "tensors"), _tensor_rows(report)),
-        ("pairs", state_of(report, "pairs", "folds"), _pair_rows(report, brief)),
+        ("folds", state_of(report, "folds"), _pair_rows(report, brief)),
         ("exact", state_of(report, "exact"), _exact_rows(report, controls)),
         ("norms", state_of(report, "norms"), _norm_rows(report)),
         ("served", state_of(report, "served"), _served_rows(report, controls, brief)),
@@ -258,26 +258,21 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
     return Table(head, rows, frozenset(range(2, len(head))))
 
 
-def change_table(report: ParityReport, most: int | None = None) -> Table:
-    """Write the tensors that differ, what nothing explains first.
+def change_table(report: ParityReport, *, explained: bool, brief: bool = False) -> Table:
+    """Write the tensors that differ.
 
     Args:
         report: what was measured.
-        most: rows at most; all without it.
+        explained: those that leave the function as it was, or those that may not.
+        brief: so that names have room in a terminal: without details and files.
     """
-    changes = [] if report.tensors is None else sorted(report.tensors.changes, key=lambda change: change.explained)
+    changes = [] if report.tensors is None else report.tensors.changes
     rows = [
-        [
-            "explained" if change.explained else "NOT explained",
-            change.kind,
-            change.name,
-            change.detail,
-            number(change.error),
-            change.file or "-",
-        ]
-        for change in changes[:most]
+        [change.kind, change.name, number(change.error), *([] if brief else [change.detail, change.file or "-"])]
+        for change in changes
+        if change.explained == explained
     ]
-    return Table(["", "kind", "tensor", "detail", "error", "file"], rows, frozenset({4}))
+    return Table(["kind", "tensor", "error", *([] if brief else ["detail", "file"])], rows, frozenset({2}))
 
 
 def setting_table(report: ParityReport) -> Table:
@@ -312,10 +307,18 @@ def fault_table(report: ParityReport) -> Table:
 def pair_table(report: ParityReport) -> Table:
     """Write the folded norms with the weights that read them."""
     rows = [
-        [_MARK[pair.passed], pair.norm, ", ".join(pair.consumers), number(pair.error), number(pair.bound)]
+        [
+            _MARK[pair.passed],
+            pair.norm,
+            ", ".join(pair.consumers),
+            number(pair.error),
+            number(pair.bound),
+            "-" if pair.channel is None else str(pair.channel),
+            number(pair.channel_error),
+        ]
         for pair in report.pairs
     ]
-    return Table(["", "norm", "read by", "error", "bound"], rows, frozenset({3, 4}))
+    return Table(["", "norm", "read by", "error", "bound", "worst channel", "alone"], rows, frozenset({3, 4, 5, 6}))
 
 
 def divergence_table(report: ParityReport) -> Table:

@@ -147,7 +147,7 @@ def _shares(report: ParityReport) -> Iterator[tuple[float, str]]:
         ("served: its interval from", low, bounds.ratio_interval_low),
         ("served: ratio of KL", served.kl_ratio, bounds.ratio_max),
         ("served: its interval from", kl_low, bounds.ratio_interval_low),
-        *((f"pairs: error of {pair.norm}", pair.error, pair.bound) for pair in report.pairs),
+        *((f"folds: error of {pair.norm}", pair.error, pair.bound) for pair in report.pairs),
     ]
     for words, value, bound in figures:
         if value is not None and math.isfinite(value) and bound:
