@@ -14,6 +14,7 @@ from torch import nn
 
 from normswap.inputs import Output, run
 from normswap.offloading import Stream, Unit, stream_of
+from normswap.processes import gathered
 
 __all__ = ["current", "forwards", "run_all"]
 
@@ -45,6 +46,8 @@ def forwards(
         dtype: as for `normswap.inputs.run`.
         device: likewise.
 
+    Where several processes hold shares of the model (`normswap.processes`) each gets the whole outputs.
+
     Yields:
         Number and output of each batch, in order. What was yielded is not kept.
 
@@ -56,7 +59,7 @@ def forwards(
         for index, batch in enumerate(batches):
             token = _CURRENT.set(index)
             try:
-                output = run(model, batch, dtype, device)
+                output = gathered(run(model, batch, dtype, device))
             finally:
                 _CURRENT.reset(token)
             yield index, output
