@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from normswap import candidates
 from normswap.errors import ModelError, UsageError
+from normswap.padding import pad, pad_token, shortened
 from normswap.running import Output, device_of, dtype_of, output_of, run
 from normswap.stacking import Group, positional, split, stack
 from normswap.texts import encode, known, passages_of, share
@@ -36,6 +37,7 @@ class Inputs:
         positional: names of the outputs whose second dimension is the positions; None where sequences are not to run
             as rows of one forward.
         numbers: how many numbers the outputs of one sequence have.
+        padded: forwards of several sequences of unequal length; empty where each runs as it is.
     """
 
     description: str
@@ -44,6 +46,7 @@ class Inputs:
     length: int = 0
     positional: frozenset[str] | None = None
     numbers: int = 0
+    padded: list[Group] = field(default_factory=list)
 
     @property
     def sequences(self) -> int:
@@ -51,7 +54,7 @@ class Inputs:
         return len(self.batches)
 
     def groups(self, limit_bytes: int = _LARGEST_OUTPUT) -> list[Group]:
-        """Return the forwards to run: as many sequences of equal shapes in one as may be.
+        """Return the forwards to run: those that are padded, else as many sequences of equal shapes in one as may be.
 
         Args:
             limit_bytes: of the outputs of one forward in float32.
@@ -60,6 +63,8 @@ class Inputs:
             Groups in the order of the sequences; of one sequence each where sequences cannot be stacked. `split` cuts
             their outputs.
         """
+        if self.padded:
+            return self.padded
         if self.positional is None:
             return [Group(batch, [index]) for index, batch in enumerate(self.batches)]
         most = max(1, limit_bytes // max(1, 4 * self.numbers))
@@ -92,6 +97,7 @@ def make_inputs(
     seed: int = 0,
     stacked: bool = False,
     tokens: int | None = None,
+    batch: int = 1,
 ) -> Inputs:
     """Find inputs that the model runs on, by trying.
 
@@ -106,18 +112,25 @@ def make_inputs(
         stacked: whether to find out, by one more short forward, if sequences may run as rows of one forward.
         tokens: of all sequences together, in place of `length`; where they are fewer than 16 a sequence, there are
             fewer sequences. Images and sounds have the length that the model gives them.
+        batch: sequences of one forward. Where there are several, their lengths are unequal, from half of the length up,
+            and every other batch is padded on the left, the rest on the right; there are at least two batches.
 
     Returns:
         Inputs on which one forward has succeeded.
 
     Raises:
         UsageError: the text file is empty, unreadable or not UTF-8, or the model reads no text; the tokens are too
-            few.
+            few; the model takes no padded batches.
         ModelError: nothing that was tried runs, or the tokenizer's ids lie beyond the embedding.
     """
     if tokens is not None:
         sequences, length = share(tokens, sequences)
     names = list(inspect.signature(model.forward).parameters)
+    if batch < 1:
+        raise UsageError(f"--batch {batch}: expected at least one sequence")
+    if batch > 1:
+        _check_padding(model, names, batch)
+        sequences = max(sequences, 2 * batch)
     if text is not None and tokenizer is None:
         raise UsageError(f"--text {text}: the checkpoint has no tokenizer to read it with; leave --text out")
     if text is not None and "input_ids" not in names:
@@ -137,8 +150,8 @@ def make_inputs(
             errors.append(str(error))
             continue
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        together = candidate.kind in ("text", "ids") and stacked
-        return Inputs(
+        together = candidate.kind in ("text", "ids") and (stacked or batch > 1)
+        inputs = Inputs(
             about.describe(candidate),
             candidate.batches,
             candidate.kind,
@@ -146,6 +159,7 @@ def make_inputs(
             positional(model, candidate.batches, shapes) if together else None,
             sum(tensor.numel() for tensor in tensors.values()),
         )
+        return inputs if batch == 1 else _padded(model, config, tokenizer, inputs, batch)
     required = [
         name
         for name, parameter in inspect.signature(model.forward).parameters.items()
@@ -156,6 +170,38 @@ def make_inputs(
         f"{', '.join(required) or 'none'}); tried {len(errors)}, the first said: "
         f"{errors[0] if errors else 'nothing to try'}"
     )
+
+
+def _check_padding(model: nn.Module, names: list[str], batch: int) -> None:
+    for name in ("input_ids", "attention_mask"):
+        if name not in names:
+            raise UsageError(
+                f"--batch {batch}: expected a model whose forward takes {name}, as padded text does, got "
+                f"{type(model).__name__}; leave --batch out"
+            )
+
+
+def _padded(model: nn.Module, config: Any, tokenizer: Any, inputs: Inputs, batch: int) -> Inputs:
+    """Return the inputs in padded batches, on which one forward of each side has succeeded."""
+    lead = f"--batch {batch}: {type(model).__name__}"
+    if inputs.kind not in ("text", "ids"):
+        raise UsageError(f"{lead}: expected inputs of text alone, got {inputs.kind}; leave --batch out")
+    if inputs.positional is None:
+        raise UsageError(f"{lead}: its outputs for several sequences cannot be told apart; leave --batch out")
+    singles = shortened(inputs.batches, batch)
+    token = pad_token(model, config, tokenizer)
+    groups = pad(model, config, singles, batch, token, inputs.positional)
+    for group in groups[:2]:
+        try:
+            split(run(model, group.batch, dtype_of(model), device_of(model)), group)
+        except ModelError as error:
+            raise UsageError(f"{lead}: it does not run on padded batches: {error}; leave --batch out") from error
+    lengths = [one["input_ids"].shape[1] for one in singles]
+    description = (
+        inputs.description.replace(f"of {inputs.length} ", f"of {min(lengths)} to {max(lengths)} ", 1)
+        + f", in {len(groups)} batches of {batch}, padded on the left and on the right in turn"
+    )
+    return replace(inputs, description=description, batches=singles, padded=groups)
 
 
 @dataclass
