@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["held", "involved", "run"]
+__all__ = ["distribute", "held", "involved", "run"]
 
 _Local = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 
@@ -41,6 +41,14 @@ def held(tensor: Tensor) -> Tensor:
         return here
     values = here.flatten() if here.numel() else here.new_ones(1)
     return values.repeat(-(-tensor.numel() // values.numel()))[: tensor.numel()].reshape(tensor.shape)
+
+
+def distribute(values: Tensor, like: Tensor) -> Tensor:
+    """Return a DTensor of values that every rank has whole, placed as another DTensor is; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    given: Any = like
+    return distribute_tensor(values, given.device_mesh, given.placements, src_data_rank=None)
 
 
 def run(

@@ -109,6 +109,7 @@ def load_parallel(source: Source, *, dtype: torch.dtype, device: torch.device | 
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise ModelError("expected several processes that know of each other; start them with torchrun")
     count = torch.distributed.get_world_size()
+    _require_whole_heads(source, count)
     hint = "verify it on one process, where it is read layer by layer if it does not fit"
     try:
         model = load_model(source, dtype=dtype, device=local_device(torch.device(device)), tp_plan="auto")
@@ -120,6 +121,17 @@ def load_parallel(source: Source, *, dtype: torch.dtype, device: torch.device | 
             f"it; {hint}"
         )
     return model
+
+
+def _require_whole_heads(source: Source, count: int) -> None:
+    config = source.config.get_text_config()
+    for setting in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, setting, None)
+        if isinstance(heads, int) and heads % count:
+            raise ModelError(
+                f"{source.name} has {heads} {setting}, which cannot be divided among {count} processes; start a number "
+                "that divides them"
+            )
 
 
 def gathered(output: Output) -> Output:

@@ -1,22 +1,24 @@
-"""Fold gains into a model whose weights are on disk: each weight is multiplied when it is read."""
+"""Fold gains into a model that is not all in this process's memory: on disk, or divided among processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from normswap.conflicts import Owners, Reading, conflicts, norm_parameters, readings
+from normswap.distributed import distribute, involved
 from normswap.errors import ModelError
 from normswap.factors import Channels, along, channels_of, factor_of
 from normswap.foldplan import Fold, FoldPlan, stored_gain
 from normswap.gains import contract
 from normswap.narrowing import lost_range, round_once
-from normswap.offloading import Stream, stream_of
+from normswap.offloading import stream_of
 
-__all__ = ["fold_streamed_"]
+__all__ = ["fold_parallel_", "fold_streamed_"]
 
 _Values = Callable[[torch.Tensor], torch.Tensor]
 # Elements that are worked on at a time, in float64.
@@ -43,19 +45,8 @@ def fold_streamed_(model: nn.Module, plan: FoldPlan) -> nn.Module:
     stream = stream_of(model)
     if stream is None:
         raise ValueError(f"expected a streamed model, got a {type(model).__name__} in memory")
-    owners = Owners(model)
-    found = conflicts(model, plan)
-    channels: dict[str, Channels] = {}
-    for fold in plan.folds:
-        one = channels_of(fold, *(_norm_tensor(owners, fold, at) for at in (0, 1)))
-        if isinstance(one, str):
-            found.setdefault(fold.name, one)
-        else:
-            channels[fold.name] = one
-    if found:
-        name, reason = next(iter(found.items()))
-        raise ModelError(f"cannot fold {name}: {reason}; nothing was changed, leave this norm out of the plan")
-    changes = dict(_changes(stream, owners, plan, channels))
+    found = _changes(model, plan, partial(stream.read, changed=False))
+    changes = {stream.name_of(parameter): change for parameter, change in found}
     before = stream.change
 
     def change(name: str, values: torch.Tensor) -> torch.Tensor:
@@ -68,35 +59,83 @@ def fold_streamed_(model: nn.Module, plan: FoldPlan) -> nn.Module:
     return model
 
 
-def _norm_tensor(owners: Owners, fold: Fold, at: int) -> torch.Tensor | None:
-    name = norm_parameters(fold)[at]
-    return None if name is None else owners.get(name).data
+def fold_parallel_(model: nn.Module, plan: FoldPlan) -> nn.Module:
+    """Fold every gain of a plan into a model that is divided among processes, in place; all of them call this.
+
+    One weight at a time is whole on every process while it is folded.
+
+    Args:
+        model: of `normswap.processes.load_parallel`.
+        plan: the decisions.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: a fold would not be exact, or a weight is divided in a way that cannot be undone.
+    """
+    with torch.no_grad():
+        found = _changes(model, plan, _whole)
+        # A bias that moves is worked out from weights as they were.
+        news = [(parameter, change(_whole(parameter))) for parameter, change in found if parameter.dim() < 2]
+        for parameter, change in found:
+            if parameter.dim() >= 2:
+                _give(parameter, change(_whole(parameter)))
+        for parameter, values in news:
+            _give(parameter, values)
+    return model
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    given: Any = parameter.detach()
+    return given.full_tensor().clone() if involved(given) else given.clone()
+
+
+def _give(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    if not involved(parameter):
+        parameter.copy_(values)
+        return
+    given: Any = parameter
+    divided: Any = distribute(values, given)
+    given.to_local().copy_(divided.to_local())
 
 
 def _changes(
-    stream: Stream, owners: Owners, plan: FoldPlan, channels: dict[str, Channels]
-) -> list[tuple[str, _Values]]:
-    found: list[tuple[str, _Values]] = []
+    model: nn.Module, plan: FoldPlan, read: Callable[[nn.Parameter], torch.Tensor]
+) -> list[tuple[nn.Parameter, _Values]]:
+    """Find what becomes of each parameter; ``read`` gives the values of one as they were."""
+    owners = Owners(model)
+    refused = conflicts(model, plan)
+    channels: dict[str, Channels] = {}
+    for fold in plan.folds:
+        names = norm_parameters(fold)
+        one = channels_of(fold, *(None if name is None else read(owners.get(name)) for name in names))
+        if isinstance(one, str):
+            refused.setdefault(fold.name, one)
+        else:
+            channels[fold.name] = one
+    if refused:
+        name, reason = next(iter(refused.items()))
+        raise ModelError(f"cannot fold {name}: {reason}; nothing was changed, leave this norm out of the plan")
+    found: list[tuple[nn.Parameter, _Values]] = []
     biases: dict[int, list[Reading]] = {}
     for uses in readings(owners, plan.folds).values():
-        weight = owners.get(uses[0].consumer.parameter)
-        axis = uses[0].consumer.axis
+        name, axis = uses[0].consumer.parameter, uses[0].consumer.axis
+        weight = owners.get(name)
         factor = factor_of([(use.consumer, channels[use.fold.name]) for use in uses], weight.shape[axis])
-        found.append((stream.name_of(weight), partial(_multiplied, factor, axis, uses[0].consumer.parameter)))
+        found.append((weight, partial(_multiplied, factor, axis, name)))
         for use in uses:
             if use.fold.bias == "move" and use.consumer.bias is not None:
                 biases.setdefault(id(owners.get(use.consumer.bias)), []).append(use)
     for uses in biases.values():
         assert uses[0].consumer.bias is not None
-        bias = owners.get(uses[0].consumer.bias)
-        found.append((stream.name_of(bias), partial(_moved, stream, owners, uses, channels)))
+        found.append((owners.get(uses[0].consumer.bias), partial(_moved, owners, read, uses, channels)))
     for fold in plan.folds:
-        gain, bias_name = norm_parameters(fold)
+        gain, bias = norm_parameters(fold)
         if gain is not None:
-            found.append((stream.name_of(owners.get(gain)), partial(_identity, fold)))
-        if bias_name is not None:
-            kept = channels[fold.name]
-            found.append((stream.name_of(owners.get(bias_name)), partial(_left, kept)))
+            found.append((owners.get(gain), partial(_identity, fold)))
+        if bias is not None:
+            found.append((owners.get(bias), partial(_left, channels[fold.name])))
     return found
 
 
@@ -114,13 +153,17 @@ def _multiplied(factor: torch.Tensor, axis: int, name: str, values: torch.Tensor
 
 
 def _moved(
-    stream: Stream, owners: Owners, uses: Sequence[Reading], channels: dict[str, Channels], values: torch.Tensor
+    owners: Owners,
+    read: Callable[[nn.Parameter], torch.Tensor],
+    uses: Sequence[Reading],
+    channels: dict[str, Channels],
+    values: torch.Tensor,
 ) -> torch.Tensor:
     total = values.to(torch.float64, copy=True)
     for use in uses:
         moved, axis = channels[use.fold.name].moved, use.consumer.axis
         assert moved is not None
-        weight = stream.read(owners.get(use.consumer.parameter), changed=False)
+        weight = read(owners.get(use.consumer.parameter))
         shift = use.consumer.spread(moved, weight.shape[axis], 0.0).to(weight.device)
         total += contract(weight, shift, axis).to(total.device)
     return round_once(total, values.dtype)
