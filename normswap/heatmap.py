@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["heat_map", "stacks_of"]
 
-_WIDTH, _LEFT, _ROW = 960.0, 210.0, 21.0
+_WIDTH, _LEFT, _ROW = 960.0, 222.0, 21.0
 # Columns beside each other: so many that a cell still holds two digits.
 _COLUMNS, _WIDEST = 48, 34.0
 _STEPS = (0.0, 1.0, 2.0, 4.0, 8.0)
@@ -101,9 +101,9 @@ def heat_map(report: ParityReport, key: str = "norms") -> str:
 def _band(stack: Stack, columns: Sequence[int], y: float) -> tuple[list[str], float]:
     """Draw some layers of a stack, and say where the next may begin."""
     width = min(_WIDEST, (_WIDTH - _LEFT - 10) / len(columns))
-    words = f"layer of {stack.name}" if stack.name else "outside the layers"
+    words = stack.name or "outside the layers"
     parts = [
-        f'<text class="label" x="{_LEFT - 8}" y="{y + 12:.1f}" text-anchor="end">{escape(shorten(words, 32))}</text>'
+        f'<text class="label" x="{_LEFT - 8}" y="{y + 12:.1f}" text-anchor="end">{escape(shorten(words, 26))}</text>'
     ]
     if stack.name:
         # Numbers of two digits and more have no room in the narrowest cells.
@@ -117,7 +117,7 @@ def _band(stack: Stack, columns: Sequence[int], y: float) -> tuple[list[str], fl
         if not any(column in row for column in columns):
             continue
         parts.append(
-            f'<text class="tick" x="{_LEFT - 8}" y="{y + 14:.1f}" text-anchor="end">{escape(shorten(kind, 34))}</text>'
+            f'<text class="tick" x="{_LEFT - 8}" y="{y + 14:.1f}" text-anchor="end">{escape(shorten(kind, 28))}</text>'
         )
         for at, column in enumerate(columns):
             if column in row:

@@ -68,7 +68,7 @@ def _sections(report: ParityReport, verbose: bool) -> Iterator[_Section]:
     count = len(report.norms)
     if not verbose:
         worst = worst_norms(report, _NORMS)
-        if worst and not report.passed:
+        if any(norm.passed is False for norm in worst):
             yield f"worst {len(worst)} of {count} norms", tables.norm_table(worst, brief=True)
         return
     every = [

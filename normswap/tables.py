@@ -127,13 +127,17 @@ def _norm_rows(report: ParityReport) -> list[list[str]]:
 def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list[str]]:
     served, bounds = report.logits, report.criterion
     few = few_sequences(report)
-    words = f"its 95% interval{', ' if few else ''}{few}"
+    # Where sequences are few, blocks of tokens are what is judged.
+    over_tokens = bool(few) and served.ratio_interval_tokens is not None
+    words = f"its 95% interval{' over tokens' if over_tokens else ''}"
     most, low = f"{bounds.ratio_max:g}", f"from <= {bounds.ratio_interval_low:g}"
     errors = f"{number(served.error_converted)} / {number(served.error_original)}"
     rows = [
         ["error, converted / original", number(served.ratio, 4), f"<= {most}"],
-        [words, interval(served.ratio_interval), low],
+        [words, interval(served.ratio_interval_tokens if over_tokens else served.ratio_interval), low],
     ]
+    if few:
+        rows.append([f"! the intervals rest on {few}", "", ""])
     if not brief:
         rows.append(["the errors, relative RMS", errors, ""])
     if controls and served.control is not None:
@@ -141,7 +145,7 @@ def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list
         rows.append([words_lost, number(served.control.ratio, 4), f"> {most}"])
     if served.kl_ratio is not None:
         rows.append(["root of KL, converted / original", number(served.kl_ratio, 4), f"<= {most}"])
-        rows.append([words, interval(served.kl_ratio_interval), low])
+        rows.append(["its 95% interval", interval(served.kl_ratio_interval), "" if over_tokens else low])
     if served.kl_converted is not None and not (brief and served.kl_ratio is not None):
         rows.append(["KL in nats a token", f"{number(served.kl_converted)} / {number(served.kl_original)}", ""])
     if served.top1_agreement is not None:
@@ -315,10 +319,12 @@ def pair_table(report: ParityReport) -> Table:
             number(pair.bound),
             "-" if pair.channel is None else str(pair.channel),
             number(pair.channel_error),
+            number(pair.channel_bound),
         ]
         for pair in report.pairs
     ]
-    return Table(["", "norm", "read by", "error", "bound", "worst channel", "alone"], rows, frozenset({3, 4, 5, 6}))
+    head = ["", "norm", "read by", "error", "bound", "worst channel", "its error", "its bound"]
+    return Table(head, rows, frozenset(range(3, len(head))))
 
 
 def divergence_table(report: ParityReport) -> Table:

@@ -106,7 +106,7 @@ def few_sequences(report: ParityReport) -> str:
     wanted = report.criterion.min_sequences
     if not isinstance(sequences, int) or sequences >= wanted:
         return ""
-    return f"of {sequences} {'sequence' if sequences == 1 else 'sequences'} only, {wanted} wanted"
+    return f"{sequences} {'sequence' if sequences == 1 else 'sequences'} only, {wanted} wanted"
 
 
 def severity(norm: NormFigures) -> tuple[bool, float, float]:
