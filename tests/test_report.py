@@ -22,8 +22,9 @@ def test_the_verdict_comes_first_and_everything_fits(report):
     assert lines[0] == "PASS  parity of logits, bfloat16 on cpu, backend cpu"
     assert all(len(line) <= 100 for line in lines)
     assert all(line == line.rstrip() for line in lines)
-    for word in ("exact", "norms", "served", "environment", "inputs", "criterion", "5 of 5", "<= 1e-05"):
+    for word in ("exact", "norms", "served", "layers", "power", "environment", "inputs", "5 of 5", "<= 1e-05"):
         assert word in text
+    assert "criterion" in render(report, verbose=True)
     assert "8 sequences of 256 seeded token ids" in text
     assert f"torch {torch.__version__}".split("+")[0] in " ".join(text.split())
     assert "\x1b" not in text
@@ -48,7 +49,7 @@ def test_failures_are_named_and_cut_short_unless_asked(report):
 
 def test_long_names_give_way_in_their_middle(report):
     norm = dataclasses.replace(report.norms[0], name="model." + "very_long_name." * 12 + "end")
-    text = render(dataclasses.replace(report, norms=[norm]))
+    text = render(dataclasses.replace(report, norms=[norm]), verbose=True)
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "…" in text and "end" in text
 
