@@ -19,7 +19,7 @@ from normswap.mending import Mender
 from normswap.recipes import Draw, Fixed, Part, Pick, Recipe, Row
 from normswap.settings import Settings, embedding_size
 
-__all__ = ["Candidate", "propose"]
+__all__ = ["Candidate", "beside", "propose"]
 
 _POSITIONS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
@@ -54,12 +54,14 @@ class Candidate:
         length: tokens of a sequence, or the last dimension of the first tensor.
         shape: of the first tensor, in words.
         batches: keyword arguments of one forward each.
+        by: class of the checkpoint's processor, where that made them.
     """
 
     kind: str
     length: int
     shape: str
     batches: list[dict[str, Any]]
+    by: str = ""
 
 
 def propose(
@@ -87,6 +89,21 @@ def propose(
         seed: of everything that is drawn.
     """
     yield from _Search(model, Settings(config), names, rows, sequences, length, seed).candidates()
+
+
+def beside(model: nn.Module, config: Any, names: list[str], sequences: int, seed: int) -> list[dict[str, Any]]:
+    """Return what a forward takes beside images or sounds that come from elsewhere: ids for a decoder, no cache.
+
+    Args:
+        model: what will run them.
+        config: its configuration.
+        names: what its forward takes.
+        sequences: how many to make.
+        seed: of the ids.
+    """
+    search = _Search(model, Settings(config), names, [], sequences, 0, seed)
+    parts = {**search.beside(), **search.extra}
+    return [{name: part(Row(None, None, search.generator)) for name, part in parts.items()} for _ in range(sequences)]
 
 
 @dataclass(frozen=True)

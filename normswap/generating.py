@@ -93,6 +93,10 @@ def continuations(model: nn.Module, prompts: Inputs, tokens: int) -> list[Contin
         ModelError: it fails to.
     """
     check_generates(model)
+    if not {"input_ids", "decoder_input_ids"} & prompts.batches[0].keys():
+        raise ModelError(
+            f"expected token ids for {type(model).__name__} to go on from, got {', '.join(prompts.batches[0])}"
+        )
     found: list[Continuation] = []
     for group in prompts.groups():
         ids, top_ids, top_logits = _generate(model, group.batch, tokens)
@@ -226,12 +230,14 @@ def _generate(model: nn.Module, batch: dict[str, Any], tokens: int) -> tuple[tor
         for name, value in batch.items()
     }
     own = model.generation_config
+    begins = batch.get("decoder_input_ids")
+    start = int(begins.reshape(-1)[0]) if torch.is_tensor(begins) else getattr(own, "decoder_start_token_id", None)
     plain = GenerationConfig(
         max_new_tokens=tokens,
         do_sample=False,
         num_beams=1,
         bos_token_id=getattr(own, "bos_token_id", None),
-        decoder_start_token_id=getattr(own, "decoder_start_token_id", None),
+        decoder_start_token_id=start,
         return_dict_in_generate=True,
         output_logits=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import nn
 from normswap import candidates
 from normswap.errors import ModelError, UsageError
 from normswap.padding import pad, pad_token, shortened
+from normswap.processors import Processor, processed
 from normswap.running import Output, device_of, dtype_of, output_of, run
 from normswap.stacking import Group, positional, split, stack
 from normswap.texts import encode, known, passages_of, share
@@ -98,6 +100,7 @@ def make_inputs(
     stacked: bool = False,
     tokens: int | None = None,
     batch: int = 1,
+    processor: Processor | None = None,
 ) -> Inputs:
     """Find inputs that the model runs on, by trying.
 
@@ -114,6 +117,8 @@ def make_inputs(
             fewer sequences. Images and sounds have the length that the model gives them.
         batch: sequences of one forward. Where there are several, their lengths are unequal, from half of the length up,
             and every other batch is padded on the left, the rest on the right; there are at least two batches.
+        processor: the checkpoint's; images and sounds go through it where it makes what the model runs on, else they
+            are made from the configuration alone.
 
     Returns:
         Inputs on which one forward has succeeded.
@@ -126,6 +131,7 @@ def make_inputs(
     if tokens is not None:
         sequences, length = share(tokens, sequences)
     names = list(inspect.signature(model.forward).parameters)
+    tokenizer = tokenizer or (processor.tokenizer if processor is not None else None)
     if batch < 1:
         raise UsageError(f"--batch {batch}: expected at least one sequence")
     if batch > 1:
@@ -136,18 +142,23 @@ def make_inputs(
     if text is not None and "input_ids" not in names:
         raise UsageError(f"--text {text}: {type(model).__name__} reads no text; leave --text out")
     rows: list[list[int]] = []
-    about = _About(text, length if tokens is not None else None)
+    about = _About(text, length if tokens is not None else None, processor)
     if tokenizer is not None and "input_ids" in names:
         rows, about.total = encode(tokenizer, passages_of(text), sequences, length, whole=text is not None)
         if text is not None and not rows:
             raise UsageError(f"--text {text}: expected text, got a file without any token")
         rows = known(rows, tokenizer, model, insist=text is not None)
     errors: list[str] = []
-    for candidate in candidates.propose(model, config, names, rows, sequences, length, seed):
+    proposed = candidates.propose(model, config, names, rows, sequences, length, seed)
+    if processor is not None:
+        proposed = itertools.chain(processed(processor, model, config, rows, sequences, seed), proposed)
+    for candidate in proposed:
         try:
             tensors = run(model, candidate.batches[0], dtype_of(model), device_of(model)).tensors
         except ModelError as error:
             errors.append(str(error))
+            if candidate.by and processor is not None:
+                processor.fault = processor.fault or str(error)
             continue
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         together = candidate.kind in ("text", "ids") and (stacked or batch > 1)
@@ -210,9 +221,21 @@ class _About:
 
     text: Path | None
     asked: int | None
+    processor: Processor | None
     total: int = 0
 
     def describe(self, candidate: candidates.Candidate) -> str:
+        by, fault = candidate.by, self.processor.fault if self.processor is not None else ""
+        if by:
+            # How long they are is for the processor to say.
+            self.asked = None
+            return f"{self.plainly(candidate)}, through the checkpoint's {by}"
+        if fault and self.processor is not None:
+            return f"{self.plainly(candidate)}; the checkpoint's {self.processor.name} is not used: {fault}"
+        return self.plainly(candidate)
+
+    def plainly(self, candidate: candidates.Candidate) -> str:
+        """Say how many there are of what."""
         count, kind = len(candidate.batches), candidate.kind
         noun = "sequence" if count == 1 else "sequences"
         word = next((word for word in ("text", "ids") if kind.startswith(word)), None)
