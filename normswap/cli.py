@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,11 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 _BACKENDS = click.Choice(["auto", "triton", "cpu", "interpret"])
 _DTYPES = click.Choice(["float32", "float16", "bfloat16"])
 _TIED = click.Choice(["skip", "untie"])
+_REFERENCES = click.Choice(["float32", "float64"])
 _TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(path_type=Path)
+# What verify writes, and the name of the option's value.
+_REPORTS = {"--json": "json_file", "--report": "html_file", "--markdown": "markdown_file"}
 _INTERNAL = 3
 # What the progress line is drawn over with.
 _CLEAR = "\r\x1b[2K"
@@ -61,7 +65,9 @@ def _running(command: CommandT) -> CommandT:
         click.option("--dtype", type=_DTYPES, help="What the model is served in.  [the checkpoint's]"),
         click.option("--device", help="Where it runs, such as cpu or cuda:0.  [a GPU if there is one]"),
         click.option("--text", type=_TEXT, help="UTF-8 text to verify on.  [built-in prompts]"),
-        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the measurements there."),
+        click.option("--json", "json_file", type=_FILE, help="Write the measurements there."),
+        click.option("--report", "html_file", type=_FILE, help="Write them as an HTML page there."),
+        click.option("--markdown", "markdown_file", type=_FILE, help="Write a summary for a model card there."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along."),
     ):
         command = option(command)
@@ -114,19 +120,24 @@ def inspect_command(model: str, as_json: bool, **options: Any) -> None:
 @click.option("--quant-report", is_flag=True, help="With --fold: what it does to int8, int4 and fp8 rounding.")
 @click.option("--max-memory", metavar="SIZE", help="Memory for writing, such as 512MB.  [about 100 MB]")
 @click.option("--resume", is_flag=True, help="Keep finished files when interrupted, and go on from there.")
+@click.option("--readme", is_flag=True, help="Put a summary of the measurements into OUT's README.md.")
 @_selecting
 @_running
-def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None, **options: Any) -> None:
+def patch_command(model: str, out: Path, no_verify: bool, readme: bool, **options: Any) -> None:
     """Swap the norms of MODEL, fold their gains with --fold, measure parity, and save to OUT if it holds."""
-    with _errors(json_file, resumes=bool(options["resume"])):
-        if no_verify and json_file is not None:
-            raise UsageError("--json writes the measurements, and --no-verify makes none; leave one of the two out")
-        _check_json(json_file)
+    files = _files_of(options)
+    with _errors(files, resumes=bool(options["resume"])):
+        wanted = [flag for flag, file in files.items() if file is not None] + ["--readme"] * readme
+        if no_verify and wanted:
+            raise UsageError(
+                f"{wanted[0]} writes the measurements, and --no-verify makes none; leave one of the two out"
+            )
+        _check_writable(files)
         from normswap import api
 
         with _progress() as progress:
             done = api.convert(model, out, verify=not no_verify, progress=progress, **options)
-        with _written(done.report, json_file):
+        with _written(done.report, files, out if readme else None):
             if done.report is not None:
                 _show(done.report)
             from normswap.outcome import outcome_lines
@@ -139,45 +150,76 @@ def patch_command(model: str, out: Path, no_verify: bool, json_file: Path | None
 @click.argument("checkpoint")
 @click.option("--against", metavar="MODEL", help="The original.  [the source that the manifest names]")
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to measure on in all.  [2048]")
+@click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences that run as one, padded.  [1]")
+@click.option(
+    "--generate", type=click.IntRange(min=0), default=0, metavar="N", help="Compare N tokens written greedily."
+)
+@click.option("--reference", type=_REFERENCES, help="Arithmetic of the reference.  [finer than what is served]")
+@click.option("--max-memory", metavar="SIZE", help="Load layer by layer what needs more.  [what is free]")
+@click.option("--bound", "bounds", multiple=True, metavar="NAME=VALUE", help="Another bound of the verdict.")
+@click.option("--readme", is_flag=True, help="Put the summary into CHECKPOINT's README.md.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every norm, layer and tensor.")
+@click.option("-q", "--quiet", is_flag=True, help="Show one line.")
 @_running
-def verify_command(checkpoint: str, json_file: Path | None, **options: Any) -> None:
-    """Measure whether CHECKPOINT computes what the original computes."""
+def verify_command(checkpoint: str, verbose: bool, quiet: bool, bounds: tuple[str, ...], **options: Any) -> None:
+    """Measure whether CHECKPOINT computes what the original computes, and where it departs.
+
+    The verdict is pass, fail, or inconclusive where a fault put in on purpose was not seen; the exit code is 0 for
+    pass only.
+    """
+    files, readme = _files_of(options), options.pop("readme")
     with _errors():
-        _check_json(json_file)
-        from normswap import api
+        _check_writable(files)
+        if verbose and quiet:
+            raise UsageError("--verbose and --quiet are opposites; leave one of the two out")
+        from normswap import api, delivery, processes
 
-        with _progress() as progress:
-            report = api.verify(checkpoint, progress=progress, **options)
-        if not report.passed:
-            _show_failed(report, json_file)
-            sys.exit(ParityError.exit_code)
-        with _written(report, json_file):
-            _show(report)
+        criterion = delivery.criterion_of(bounds)
+        with processes.together(options["device"] or "cpu"):
+            with _progress() as progress:
+                report = api.verify(checkpoint, progress=progress, criterion=criterion, **options)
+            steps: list[Callable[[], object]] = [lambda: _show(report, verbose=verbose, quiet=quiet)]
+            if processes.is_first():
+                steps += delivery.writers(report, files, checkpoint if readme else None)
+            code = 0 if report.passed else ParityError.exit_code
+            code = processes.same_everywhere(_in_turn(steps, code))
+        sys.exit(code)
 
 
-def _show(report: ParityReport) -> None:
+def _in_turn(steps: Sequence[Callable[[], object]], code: int) -> int:
+    """Take every step, whatever becomes of the others; trouble is told, and a failed verdict stays the exit code."""
+    trouble = 0
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            trouble = max(trouble, _tell(error))
+    return code or trouble
+
+
+def _show(report: ParityReport, *, verbose: bool = False, quiet: bool = False) -> None:
     from normswap.report import render
 
-    _say(render(report, color=_is_terminal(sys.stdout)))
+    _say(render(report, color=_is_terminal(sys.stdout), verbose=verbose, quiet=quiet))
+
+
+def _files_of(options: dict[str, Any]) -> dict[str, Path | None]:
+    """Take the files that a report goes to out of a command's options."""
+    return {flag: options.pop(name) for flag, name in _REPORTS.items()}
 
 
 @contextmanager
-def _written(report: ParityReport | None, json_file: Path | None) -> Iterator[None]:
+def _written(report: ParityReport | None, files: dict[str, Path | None], folder: Path | None) -> Iterator[None]:
     """Write the measurements after what is printed, even where nobody takes that."""
     try:
         yield
     finally:
         if report is not None:
-            _write_json(report, json_file)
+            from normswap import delivery
 
-
-def _show_failed(report: ParityReport, json_file: Path | None) -> None:
-    """Show and write what can be; trouble with that is told, and the exit code stays the verdict's."""
-    for step in (lambda: _show(report), lambda: _write_json(report, json_file)):
-        try:
-            step()
-        except Exception as error:
-            _tell(error)
+            for write in delivery.writers(report, files, folder):
+                write()
 
 
 def _say(text: str) -> None:
@@ -190,16 +232,17 @@ def _say(text: str) -> None:
         raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
 
 
-def _check_json(json_file: Path | None) -> None:
-    """Refuse, before any work, a file that cannot be written after it."""
-    if json_file is None:
-        return
-    try:
-        reason = _unwritable(json_file)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    if reason is not None:
-        raise UsageError(f"--json: cannot write {json_file}: {reason}")
+def _check_writable(files: dict[str, Path | None]) -> None:
+    """Refuse, before any work, files that cannot be written after it."""
+    for flag, file in files.items():
+        if file is None:
+            continue
+        try:
+            reason = _unwritable(file)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+        if reason is not None:
+            raise UsageError(f"{flag}: cannot write {file}: {reason}")
 
 
 def _unwritable(file: Path) -> str | None:
@@ -212,17 +255,8 @@ def _unwritable(file: Path) -> str | None:
     return None if os.access(file.parent, os.W_OK | os.X_OK) else f"no permission to write into {file.parent}"
 
 
-def _write_json(report: ParityReport, json_file: Path | None) -> None:
-    if json_file is None:
-        return
-    try:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"--json: cannot write {json_file}: {error.strerror}") from None
-
-
 @contextmanager
-def _errors(json_file: Path | None = None, *, resumes: bool = False) -> Iterator[None]:
+def _errors(files: dict[str, Path | None] | None = None, *, resumes: bool = False) -> Iterator[None]:
     """End with one line and an exit code; neither a mistake nor a warning shows Python's own words."""
     with warnings.catch_warnings():
         warnings.showwarning = _one_line_each()
@@ -230,7 +264,10 @@ def _errors(json_file: Path | None = None, *, resumes: bool = False) -> Iterator
             yield
         except Exception as error:
             if isinstance(error, ParityError) and error.report is not None:
-                _show_failed(error.report, json_file)
+                from normswap import delivery
+
+                report = error.report
+                _in_turn([lambda: _show(report), *delivery.writers(report, files or {}, None)], error.exit_code)
             sys.exit(_tell(error))
         except KeyboardInterrupt:
             kept = "what is finished is kept, and the same command goes on" if resumes else "nothing was saved"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from normswap.foldplan import along_result
 from normswap.spec import NormSpec
 from normswap.stats import Gap
 
-__all__ = ["Dropped", "judge_lost"]
+__all__ = ["Dropped", "judge_lost", "lose_gains"]
 
 # A gain below this is not divided by.
 _LEAST = 1e-6
@@ -38,6 +38,29 @@ class Dropped:
         """Divide the norm's result by the gain, which leaves what it would be had the gain been dropped."""
         factor = torch.where(self.gain.abs() > _LEAST, 1 / self.gain, 1.0).to(output.device, output.dtype)
         return output * along_result(self.spec, factor, output)
+
+
+def lose_gains(
+    model: nn.Module, dropped: Sequence[Dropped], distances: Callable[[], list[Gap]]
+) -> list[tuple[str, list[Gap]]]:
+    """Run a model without each of some gains in turn.
+
+    Args:
+        model: the folded one.
+        dropped: the gains.
+        distances: runs the model, and returns how far it is from the reference, one entry a sequence.
+
+    Returns:
+        Norm, and the distances without its gain.
+    """
+    found = []
+    for one in dropped:
+        handle = model.get_submodule(one.name).register_forward_hook(one.hook)
+        try:
+            found.append((one.name, distances()))
+        finally:
+            handle.remove()
+    return found
 
 
 def judge_lost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -177,7 +178,7 @@ class _Job:
         if verify:
             # Told before a long measurement; it is looked for again when the weights are copied.
             ckpt.check_finite(self.checkpoint, self.parameters)
-            report = measure_sources(self.source, self.source, lambda _: self.plan, self.serving)
+            report = self._measured(self.source, None)
             _require_passed(report)
         with self._folder("") as (folder, journal):
             written = self._write(folder, journal, None)
@@ -227,7 +228,7 @@ class _Job:
             if verify and (reason := _too_large(self.parameters, self.source)):
                 notes.append(reason)
             elif verify:
-                report = measure_sources(self.source, converted, lambda _: self.plan, self.serving, folds=work.plan)
+                report = self._measured(converted, work.plan)
                 _require_passed(report)
             algebra = {name: figure.error for name, figure in figures.items()}
             manifest = manifest_of(
@@ -264,6 +265,13 @@ class _Job:
             progress=None if progress is None else lambda done, total: progress(SAVING, done, total),
         )
 
+    def _measured(self, converted: Source, folds: FoldPlan | None) -> ParityReport:
+        report = measure_sources(self.source, converted, lambda _: self.plan, self.serving, folds=folds)
+        out = str(self.out)
+        return replace(
+            report, checkpoint=out, against=self.source.name, command=shlex.join(["normswap", "verify", out])
+        )
+
     def _reopened(self, folder: Path) -> Source:
         found = loading.resolve(folder, trust_remote_code=self.source.trust_remote_code)
         return replace(found, name=self.source.name, revision=self.source.revision)
@@ -274,8 +282,10 @@ class _Job:
 
 
 def _require_passed(report: ParityReport) -> None:
-    if not report.passed:
+    if report.failures:
         raise ParityError(f"parity failed, so nothing was saved: {'; '.join(report.failures)}", report=report)
+    if not report.passed:
+        raise ParityError(f"parity is inconclusive, so nothing was saved: {'; '.join(report.doubts)}", report=report)
 
 
 def _require_equal(faults: list[str]) -> None:
@@ -306,5 +316,5 @@ def _too_large(parameters: Mapping[str, torch.Tensor], source: Source) -> str:
     return (
         f"{source.name} takes {needed / 1e9:.1f} GB in float32 and {free / 1e9:.1f} GB of memory are free, so the "
         "whole model was not run: each fold was held to its algebra before rounding and to the proof on a small model "
-        "of the class, and the rounding errors are those of each weight"
+        "of the class, and the rounding errors are those of each weight. `normswap verify` runs it layer by layer"
     )

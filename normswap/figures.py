@@ -71,8 +71,16 @@ class Criterion:
             f"float32 result is at most {self.float32_budget:g} times as "
             f"far from the float64 truth as the original plus one unit. served: the error against the reference "
             f"is at most {self.ratio_max:g} times the original's own, and the 95% bootstrap interval of that ratio "
-            f"over sequences reaches down to {self.ratio_interval_low:g}. No NaN passes."
+            f"over sequences (over blocks of tokens, where there are fewer than {self.min_sequences} sequences) "
+            f"reaches down to {self.ratio_interval_low:g}; the same holds for the root of KL(reference || converted) "
+            "over KL(reference || original). No NaN passes, nor an infinity that the original lacks. power: every "
+            "fault that was put in is seen by one gate, else the verdict is inconclusive."
         )
+
+    def changed(self) -> dict[str, float]:
+        """Return the bounds that are not the project's."""
+        ours = asdict(Criterion())
+        return {name: value for name, value in asdict(self).items() if value != ours[name]}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the words and every bound."""
@@ -105,11 +113,16 @@ class Exact:
         error: relative RMS distance of the outputs.
         bound: what it may be; the criterion's, or less where the control asks for less.
         control: the negative control; None where no norm could be disturbed.
+        dtype: of both models: that of the reference, or float64 where the original itself fails the bound in float32.
+        error_original: relative RMS distance of the original in float32 from itself in float64, on the first
+            sequences; None where that was not asked, since the bound is kept.
     """
 
     error: float
     bound: float
     control: Control | None
+    dtype: str = "float32"
+    error_original: float | None = None
 
 
 @dataclass(frozen=True)

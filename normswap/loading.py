@@ -127,6 +127,8 @@ def load_model(source: Source, *, dtype: torch.dtype, device: str | torch.device
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
     }
+    if source.settings_of is not None:
+        options["config"] = source.config
     method = quantization(source.config)
     if method and torch.device(device).type != "cpu":
         options.setdefault("device_map", {"": str(device)})
@@ -202,7 +204,8 @@ def _remote_class(source: Source, reference: str) -> type:
 
     try:
         with quiet():
-            return get_class_from_dynamic_module(reference, str(source.path), local_files_only=True)
+            folder = source.settings_of or source.path
+            return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
     except Exception as error:
         raise ModelError(f"cannot load {reference} from the code of {source.name}: {first_line(error)}") from error
 

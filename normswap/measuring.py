@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,19 @@ from normswap import loading, modules
 from normswap.errors import ModelError, UsageError
 from normswap.foldplan import FoldPlan, effective_gain
 from normswap.gains import fold_
-from normswap.inputs import make_inputs
+from normswap.generating import check_generates
+from normswap.inputs import Inputs, make_inputs
 from normswap.loading import Source
+from normswap.offloading import load_streamed, needs_streaming, stream_of
 from normswap.parity import Criterion, Dropped, NormUnderTest, ParityReport, measure
 from normswap.patching import apply_plan, patch, unpatch
-from normswap.plan import Plan
-from normswap.replica import bare
-from normswap.spec import NormSpec
+from normswap.plan import Plan, make_plan
+from normswap.processes import launched, load_parallel
+from normswap.streamfold import fold_parallel_, fold_streamed_
+from normswap.undertest import OriginalNorms, norms_under_test
 from normswap.untying import untie_
 
-__all__ = ["Serving", "measure_modules", "measure_sources", "named_dtype"]
+__all__ = ["Serving", "measure_modules", "measure_sources", "named_dtype", "reference_dtype"]
 
 # Gains that are tried as the control of the gate ``served``, until one shows.
 _CONTROLS = 3
@@ -42,6 +45,11 @@ class Serving:
         text: file to read the inputs from; None for the built-in prompts.
         criterion: bounds of the verdict.
         progress: called with (step, done, total); None for silence.
+        reference: dtype of the reference's arithmetic; None for the usual one.
+        tokens: how many tokens to measure on in all; None for the usual number.
+        batch: how many sequences of unequal length run as one, padded; 1 for none.
+        generate: tokens to write greedily and compare; 0 for none.
+        budget: bytes that loading a model may take; None for what is free.
     """
 
     backend: str
@@ -50,6 +58,11 @@ class Serving:
     text: Path | None = None
     criterion: Criterion | None = None
     progress: Callable[[str, int, int], None] | None = None
+    reference: torch.dtype | None = None
+    tokens: int | None = None
+    batch: int = 1
+    generate: int = 0
+    budget: int | None = None
 
 
 def measure_sources(
@@ -59,49 +72,128 @@ def measure_sources(
     serving: Serving,
     *,
     folds: FoldPlan | None = None,
+    swap: bool = True,
+    unrounded: bool = False,
 ) -> ParityReport:
-    """Measure a checkpoint with its norms swapped against an original.
+    """Measure a checkpoint against an original.
 
-    Where gains were folded, the gate ``exact`` runs the original with the folds made in memory in float32, without the
-    rounding to the stored dtype; the other gates run what is stored.
+    Where gains were folded or values cast, the gate ``exact`` runs the original's weights under the converted
+    checkpoint's configuration and code, with the folds made in memory, without the rounding to the stored dtype; the
+    other gates run what is stored.
 
     Args:
         original: the checkpoint that is right by definition.
         converted: the checkpoint under test; may be the same.
-        plan_of: what is swapped in the converted model.
+        plan_of: which norms of the converted model are judged.
         serving: how both run.
         folds: gains that were folded in the converted checkpoint; None without.
+        swap: whether the converted model is served with these norms swapped, or as it is.
+        unrounded: whether what is stored is the original's values but for rounding; so wherever gains were folded.
 
     Raises:
         CheckpointError, ModelError: a model cannot be loaded or run.
         UsageError: the text cannot be used.
     """
-
-    dropped: list[Dropped] = []
-
-    def load_original(dtype: torch.dtype) -> nn.Module:
-        model = loading.load_model(original, dtype=dtype, device=serving.device)
-        if folds is not None and not dropped:
-            dropped.extend(_droppable(model, folds))
-        return model
-
-    def load_exact(dtype: torch.dtype) -> nn.Module:
-        assert folds is not None
-        model = loading.load_model(original, dtype=dtype, device=serving.device)
-        if folds.unties:
-            untie_(model)
-        fold_(model, folds)
-        apply_plan(model, plan_of(model), backend=serving.backend, verify=False)
-        return model
-
-    def load_converted(dtype: torch.dtype) -> nn.Module:
-        model = loading.load_model(converted, dtype=dtype, device=serving.device)
-        apply_plan(model, plan_of(model), backend=serving.backend, verify=False)
-        return model
-
+    pair = _Sources(original, converted, plan_of, serving, folds, swap)
+    exact = pair.load_exact if folds is not None or unrounded else None
     tokenizer = loading.load_tokenizer(original)
-    exact = None if folds is None else load_exact
-    return _measure(load_original, load_converted, original.config, tokenizer, serving, exact, dropped)
+    report = _measure(pair, original.config, tokenizer, serving, exact)
+    return replace(report, streamed=pair.streamed)
+
+
+class _Pair:
+    """Two models that can be loaded as often as they are needed."""
+
+    swap: bool
+    dropped: list[Dropped]
+    originals: OriginalNorms
+    plan: Plan | None = None
+
+    def load_original(self, dtype: torch.dtype) -> nn.Module:
+        raise NotImplementedError
+
+    def load_converted(self, dtype: torch.dtype) -> nn.Module:
+        raise NotImplementedError
+
+    def norms(self, model: nn.Module) -> list[NormUnderTest]:
+        return norms_under_test(model, None if self.swap else self.plan, self.originals)
+
+
+class _Sources(_Pair):
+    """Two checkpoints."""
+
+    def __init__(
+        self,
+        original: Source,
+        converted: Source,
+        plan_of: Callable[[nn.Module], Plan],
+        serving: Serving,
+        folds: FoldPlan | None,
+        swap: bool,
+    ) -> None:
+        self.original, self.converted, self.plan_of = original, converted, plan_of
+        self.serving, self.folds, self.swap = serving, folds, swap
+        self.dropped: list[Dropped] = []
+        self.originals = OriginalNorms([] if folds is None else [fold.name for fold in folds.folds])
+        self.names: list[str] | None = None
+        self.streamed = False
+
+    def load(self, source: Source, dtype: torch.dtype, *, untied: bool = False) -> nn.Module:
+        device = self.serving.device
+        if launched():
+            return _untied(load_parallel(source, dtype=dtype, device=device), untied)
+        if needs_streaming(source, dtype, self.serving.budget):
+            self.streamed = True
+            return load_streamed(source, dtype=dtype, device=device, untied=untied)
+        return _untied(loading.load_model(source, dtype=dtype, device=device), untied)
+
+    def load_original(self, dtype: torch.dtype) -> nn.Module:
+        model = self.load(self.original, dtype)
+        if self.folds is not None and not self.dropped:
+            self.dropped.extend(_droppable(model, self.folds))
+        if dtype == self.serving.dtype:
+            if self.names is None:
+                self.names = [decision.name for decision in self.plan_of(model).swaps]
+            self.originals.keep(model, self.names)
+        return model
+
+    def load_converted(self, dtype: torch.dtype) -> nn.Module:
+        return self.prepared(self.load(self.converted, dtype))
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        self.plan = self.plan_of(model)
+        self.names = [decision.name for decision in self.plan.swaps]
+        if self.swap:
+            apply_plan(model, self.plan, backend=self.serving.backend, verify=False)
+        return model
+
+    def load_exact(self, dtype: torch.dtype) -> nn.Module:
+        folds = self.folds
+        source = replace(
+            self.original, config=_settings(self.converted, self.original), settings_of=self.converted.path
+        )
+        model = self.load(source, dtype, untied=folds is not None and folds.unties)
+        if folds is not None:
+            fold = fold_parallel_ if launched() else fold_ if stream_of(model) is None else fold_streamed_
+            fold(model, folds)
+        return self.prepared(model)
+
+
+def _untied(model: nn.Module, untied: bool) -> nn.Module:
+    if untied:
+        untie_(model)
+    return model
+
+
+def _settings(converted: Source, original: Source) -> Any:
+    """The converted checkpoint's configuration with the ties of the original, whose weights are to be loaded."""
+    config = copy.deepcopy(converted.config)
+    for name in ("", "text_config"):
+        theirs, ours = (getattr(one.config, name, None) if name else one.config for one in (original, converted))
+        mine = getattr(config, name, None) if name else config
+        if mine is not None and theirs is not None and ours is not None and hasattr(theirs, "tie_word_embeddings"):
+            mine.tie_word_embeddings = theirs.tie_word_embeddings
+    return config
 
 
 def _droppable(model: nn.Module, folds: FoldPlan) -> list[Dropped]:
@@ -114,72 +206,95 @@ def _droppable(model: nn.Module, folds: FoldPlan) -> list[Dropped]:
     return sorted(found, key=lambda one: float(one.gain.std() / one.gain.abs().mean()), reverse=True)[:_CONTROLS]
 
 
-def measure_modules(converted: nn.Module, original: nn.Module, serving: Serving) -> ParityReport:
-    """Measure one module with its norms swapped against another (or the same) unpatched; copies are run.
+class _Modules(_Pair):
+    """Two modules, of which copies are run."""
+
+    def __init__(self, original: nn.Module, converted: nn.Module, serving: Serving, swap: bool, backend: str | None):
+        self.original, self.converted, self.serving, self.backend = original, converted, serving, backend
+        self.swap = swap
+        self.dropped = []
+        self.originals = OriginalNorms()
+        self.names = [] if original is converted else [decision.name for decision in make_plan(converted).swaps]
+
+    def load_original(self, dtype: torch.dtype) -> nn.Module:
+        model = unpatch(copy.deepcopy(self.original)).to(self.serving.device, dtype).eval()
+        if dtype == self.serving.dtype:
+            self.originals.keep(model, self.names)
+        return model
+
+    def load_converted(self, dtype: torch.dtype) -> nn.Module:
+        model = copy.deepcopy(self.converted).to(self.serving.device, dtype).eval()
+        patched = list(modules.fused_norms(model))
+        if self.swap and not patched:
+            return patch(model, backend=self.serving.backend, verify=False)
+        for _, module, spec in patched if self.backend is not None else ():
+            modules.swap(module, spec, self.backend or "")
+        if not self.swap:
+            self.plan = self.plan or make_plan(model)
+        return model
+
+
+def measure_modules(
+    converted: nn.Module, original: nn.Module, serving: Serving, *, backend: str | None = None
+) -> ParityReport:
+    """Measure one module against another; copies are run, neither is changed.
+
+    Args:
+        converted: the module under test. With swapped norms it runs as it is; without, its norms are swapped for the
+            measurement if it is `original` itself or a backend is asked for, else it runs as it is.
+        original: the module that is right by definition; runs without swapped norms.
+        serving: how both run.
+        backend: what runs the swapped norms, if that was asked for.
 
     Raises:
-        NothingToPatchError: `converted` has no norm that can be swapped.
+        NothingToPatchError: `converted` is `original` and has no norm that can be swapped.
         ModelError: a model cannot be run.
     """
-
-    def load_original(dtype: torch.dtype) -> nn.Module:
-        return unpatch(copy.deepcopy(original)).to(serving.device, dtype).eval()
-
-    def load_converted(dtype: torch.dtype) -> nn.Module:
-        model = unpatch(copy.deepcopy(converted)).to(serving.device, dtype).eval()
-        return patch(model, backend=serving.backend, verify=False)
-
-    return _measure(load_original, load_converted, getattr(original, "config", None), None, serving)
+    patched = any(True for _ in modules.fused_norms(converted))
+    pair = _Modules(original, converted, serving, patched or converted is original or backend is not None, backend)
+    return _measure(pair, getattr(original, "config", None), None, serving)
 
 
 def _measure(
-    original: _Loader,
-    converted: _Loader,
-    config: object,
-    tokenizer: object,
-    serving: Serving,
-    exact: _Loader | None = None,
-    dropped: Sequence[Dropped] = (),
+    pair: _Pair, config: object, tokenizer: object, serving: Serving, exact: _Loader | None = None
 ) -> ParityReport:
     if serving.progress is not None:
         serving.progress("choosing inputs", 0, 1)
-    try:
-        inputs = make_inputs(original(serving.dtype), config, tokenizer, text=serving.text)
-    except ModelError as error:
-        raise ModelError(f"{error}. Without a run nothing is measured; --no-verify goes on without") from error
     return measure(
-        original,
-        converted,
-        _norms_under_test,
-        inputs,
+        pair.load_original,
+        pair.load_converted,
+        pair.norms,
+        _inputs(pair, config, tokenizer, serving),
         dtype=serving.dtype,
         device=serving.device,
         backend=serving.backend,
         criterion=serving.criterion,
         progress=serving.progress,
         exact=exact,
-        dropped=dropped,
+        dropped=pair.dropped,
+        reference=serving.reference,
+        swapped=pair.swap,
+        generate=serving.generate,
+        tokenizer=tokenizer,
     )
 
 
-def _norms_under_test(model: nn.Module) -> list[NormUnderTest]:
-    return [_under_test(name, module, spec) for name, module, spec in modules.fused_norms(model)]
-
-
-def _under_test(name: str, module: nn.Module, spec: NormSpec) -> NormUnderTest:
-    def original(*args: Any, **kwargs: Any) -> Any:
-        with bare(module, spec.then):
-            return modules.original_forward(module, *args, **kwargs)
-
-    return NormUnderTest(
-        name=name,
-        spec=spec,
-        module=module,
-        original=original,
-        bind=modules.execution_of(module).bind,
-        gain=lambda: getattr(module, spec.gain_name) if spec.gain_name else None,
-        bias=lambda: getattr(module, spec.bias_name) if spec.bias_name else None,
-    )
+def _inputs(pair: _Pair, config: object, tokenizer: object, serving: Serving) -> Inputs:
+    try:
+        model = pair.load_original(serving.dtype)
+        if serving.generate:
+            check_generates(model)
+        return make_inputs(
+            model,
+            config,
+            tokenizer,
+            text=serving.text,
+            stacked=serving.batch == 1,
+            tokens=serving.tokens,
+            batch=serving.batch,
+        )
+    except ModelError as error:
+        raise ModelError(f"{error}. Without a run nothing is measured; --no-verify goes on without") from error
 
 
 def named_dtype(given: str | torch.dtype) -> torch.dtype:
@@ -191,4 +306,16 @@ def named_dtype(given: str | torch.dtype) -> torch.dtype:
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise UsageError(f"expected dtype float32, float16 or bfloat16, got {given!r}")
+    return dtype
+
+
+def reference_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype of the reference's arithmetic, by name or as it is; None for the usual one.
+
+    Raises:
+        UsageError: it is neither float32 nor float64.
+    """
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if dtype not in (None, torch.float32, torch.float64):
+        raise UsageError(f"expected the reference in float32 or float64, got {given!r}")
     return dtype

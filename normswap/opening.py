@@ -67,8 +67,20 @@ def serving(
     text: str | Path | None,
     criterion: Criterion | None,
     progress: Progress | None,
+    **more: Any,
 ) -> Serving:
-    """Settle how models are run for a measurement; what is not given is the checkpoint's own."""
+    """Settle how models are run for a measurement; what is not given is the checkpoint's own.
+
+    Args:
+        backend: see `normswap.api.verify`.
+        dtype: likewise.
+        device: likewise.
+        model: what is verified.
+        text: see `normswap.api.verify`.
+        criterion: likewise.
+        progress: likewise.
+        **more: further settings of `Serving`, by name.
+    """
     stored = getattr(model.config if isinstance(model, Source) else model, "dtype", None)
     where = _device(device)
     return Serving(
@@ -78,6 +90,7 @@ def serving(
         text=None if text is None else Path(text),
         criterion=criterion,
         progress=progress,
+        **more,
     )
 
 

@@ -26,6 +26,7 @@ class Source:
         revision: the commit where known, else None.
         config: the configuration that ``config.json`` describes.
         trust_remote_code: whether Python code that the checkpoint carries may run.
+        settings_of: another checkpoint's folder whose configuration this is, and whose code runs; None for its own.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Source:
     revision: str | None
     config: transformers.PretrainedConfig
     trust_remote_code: bool
+    settings_of: Path | None = None
 
 
 def resolve(
