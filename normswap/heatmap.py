@@ -166,10 +166,10 @@ def _legend() -> Iterator[str]:
     for step, words in enumerate(_WORDS):
         yield f'<g class="cell h{step}"><rect x="{x:.1f}" y="6" width="18" height="16"/></g>'
         yield f'<text class="tick" x="{x + 23:.1f}" y="18">{words}</text>'
-        x += 40 + 5.6 * len(words)
+        x += 42 + 5.9 * len(words)
     yield f'<path class="failed" d="M{x + 1:.1f} 7h16v14h-16z"/><path class="corner" d="M{x:.1f} 6h7l-7 7z"/>'
     yield f'<text class="tick" x="{x + 23:.1f}" y="18">beyond its bound</text>'
-    x += 40 + 5.6 * 16
+    x += 42 + 5.9 * 16
     yield f'<g class="cell unreached"><rect x="{x:.1f}" y="6" width="18" height="16"/>'
     yield f'<text x="{x + 9:.1f}" y="18" text-anchor="middle">-</text></g>'
     yield f'<text class="tick" x="{x + 23:.1f}" y="18">not reached</text>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from normswap.source import Source
 from normswap.spec import NormSpec
 from normswap.streaming import Written
 
-__all__ = ["folds_of_manifest", "manifest_of", "plan_of_manifest"]
+__all__ = ["folds_of_manifest", "manifest_of", "parity_entry", "plan_of_manifest"]
 
 
 def manifest_of(
@@ -56,8 +56,20 @@ def manifest_of(
         "folds": [_fold_to_dict(fold, (algebra or {}).get(fold.name)) for fold in done],
         "unfolded": [{"name": fold.name, "reason": fold.reason} for fold in kept],
         "backend": backend,
-        "parity": None if report is None else report.to_dict(),
+        "parity": None if report is None else parity_entry(report),
     }
+
+
+def parity_entry(report: ParityReport) -> dict[str, Any]:
+    """Return what a manifest keeps of a report: its verdict and figures.
+
+    What has an entry for each layer, tensor, fold or continuation, or says where in a norm, is left empty: it is for
+    the report itself, and a manifest stays with the checkpoint.
+    """
+    norms = [replace(norm, histogram=[], worst_call=None, worst_row=None, worst_channel=None) for norm in report.norms]
+    tensors = None if report.tensors is None else replace(report.tensors, changes=[])
+    generation = None if report.generation is None else replace(report.generation, divergences=[])
+    return replace(report, norms=norms, tensors=tensors, generation=generation, layers=[], pairs=[]).to_dict()
 
 
 def _fold_to_dict(fold: Fold, error: float | None) -> dict[str, Any]:

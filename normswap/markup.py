@@ -70,8 +70,9 @@ def _measured(cells: list[str]) -> str:
     figure, *rest = cells
     if not any(rest):
         return f'<td colspan="{len(cells)}">{escape(figure)}</td>'
-    short = "".join(f'<td class="short">{escape(cell)}</td>' for cell in rest)
-    return f"<td>{escape(figure)}</td>{short}"
+    # On a narrow screen lines may end between figures and not within one.
+    words = [" ".join(f"<span>{escape(word)}</span>" for word in cell.split()) for cell in rest]
+    return f"<td>{escape(figure)}</td>{''.join(f'<td class=short>{cell}</td>' for cell in words)}"
 
 
 def _framed(caption: str, inside: str, kind: str = "plain") -> str:

@@ -195,6 +195,10 @@ def _generation(report: ParityReport) -> str:
         return ""
     words = f"{found.same} of {found.prompts} prompts have the same {found.tokens} tokens after them."
     divergences = tables.divergence_table(report)
+    if divergences.rows:
+        words += (
+            f" {len(divergences.rows)} part, {sum(entry.tie for entry in found.divergences)} of them where two tie."
+        )
     if not divergences.rows:
         return f"<p>{words}</p>"
     caption = "Where continuations part; a tie is a margin that the served arithmetic cannot tell"
@@ -215,7 +219,10 @@ def _controls(report: ParityReport) -> str:
 
 def _pairs(report: ParityReport) -> str:
     pairs = tables.pair_table(report)
-    return _folded_away(pairs, "Each fold computed again from the two checkpoints", "pairs") if pairs.rows else ""
+    if not pairs.rows:
+        return ""
+    words = f"<p>{sum(pair.passed for pair in report.pairs)} of {len(report.pairs)} are kept.</p>"
+    return words + _folded_away(pairs, "Each fold computed again from the two checkpoints", "pairs")
 
 
 def _folded_away(content: tables.Table, caption: str, words: str) -> str:

@@ -138,9 +138,9 @@ def _departing(report: ParityReport, places: Sequence[float], bottom: float) -> 
         return
     x = places[at]
     side, gap = ("start", 6) if x < _WIDTH / 2 else ("end", -6)
-    words = escape(shorten(f"departs: {report.departs}", 60))
-    yield f'<line class="departs" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 12}" y2="{bottom:.1f}"/>'
-    yield f'<text class="departs" x="{x + gap:.1f}" y="{_TOP - 5}" text-anchor="{side}">{words}</text>'
+    words = escape(shorten(f"departs: {report.departs}", 52))
+    yield f'<line class="departs" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 20}" y2="{bottom:.1f}"/>'
+    yield f'<text class="departs" x="{x + gap:.1f}" y="{_TOP - 12}" text-anchor="{side}">{words}</text>'
 
 
 def _drawn(
@@ -183,6 +183,10 @@ def _legend(values_of: Callable[[_Series], bool]) -> Iterator[str]:
             yield f'<g class="mark {series.kind}">{_mark(series.kind, x + 15, 14, 3.4)}</g>'
             yield f'<text class="label" x="{x + 36:.1f}" y="18">{escape(series.words)}</text>'
             x += 64 + 6.4 * len(series.words)
+
+
+def _share(fraction: float) -> str:
+    return percent(fraction, 4) if fraction >= 1e-6 else f"{number(100 * fraction, 2)}%"
 
 
 def histogram_rows(report: ParityReport) -> list[tuple[str, list[int]]]:
@@ -229,7 +233,7 @@ def histogram_plot(report: ParityReport, key: str = "units") -> str:
             parts.append(
                 f'<rect class="bar s{series}" x="{left}" y="{place:.1f}" width="{length:.1f}" height="{bar}"/>'
                 f'<text class="tick" x="{left + length + 5:.1f}" y="{place + 10.5:.1f}">'
-                f"{count:,}{f' ({percent(count / total, 4)})' if count else ''}</text>"
+                f"{count:,}{f' ({_share(count / total)})' if count else ''}</text>"
             )
     parts.append(f'<line class="axis" x1="{left}" x2="{left}" y1="{_TOP - 14}" y2="{bottom:.1f}"/>')
     x = left

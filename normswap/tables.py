@@ -101,8 +101,11 @@ def _pair_rows(report: ParityReport, brief: bool) -> list[list[str]]:
 
 def _exact_rows(report: ParityReport, controls: bool) -> list[list[str]]:
     exact = report.exact
-    how = "float32, unrounded folds" if report.logits.control is not None else "both in float32"
+    folded = report.logits.control is not None
+    how = f"{exact.dtype}, unrounded folds" if folded else f"both in {exact.dtype}"
     rows = [[f"relative error, {how}", number(exact.error), f"<= {exact.bound:g}"]]
+    if exact.error_original is not None:
+        rows.append(["the original's own, in float32", number(exact.error_original), ""])
     if controls and exact.control is not None:
         words = f"the same with {exact.control.norm} x {exact.control.scale:g}"
         rows.append([words, number(exact.control.error), f"> {exact.bound:g}"])

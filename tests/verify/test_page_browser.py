@@ -40,7 +40,7 @@ addEventListener('load', () => {
     const over = [];
     boxes.forEach(([one, a], at) => boxes.slice(at + 1).forEach(([other, b]) => {
       if (a.x + apart < b.x + b.width && b.x + apart < a.x + a.width &&
-          a.y + a.height / 2 > b.y && b.y + b.height / 2 > a.y && a.y < b.y + b.height / 2 && b.y < a.y + a.height / 2)
+          a.y + 2 * apart < b.y + b.height && b.y + 2 * apart < a.y + a.height)
         over.push([one, other]);
     }));
     const inner = svg.getBBox(), place = svg.getBoundingClientRect();

@@ -16,6 +16,7 @@ from parity_models import Pair
 
 import normswap
 from normswap import evidence, figures
+from normswap.manifest import parity_entry
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -53,6 +54,17 @@ def test_a_measured_report_is_valid(dtype: torch.dtype, validator: Any) -> None:
     pair = Pair()
     report = pair.measure(dtype, pair.inputs(sequences=2, length=64))
     assert report.layers and problems(validator, report) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_a_manifest_keeps_is_a_report_without_its_long_lists(name: str, validator: Any) -> None:
+    report = EXAMPLES[name]()
+    kept = parity_entry(report)
+    assert list(validator.iter_errors(kept)) == []
+    assert kept["verdict"] == report.verdict and kept["departs"] == report.departs
+    assert [norm["max_ulp"] for norm in kept["norms"]] == [norm["max_ulp"] for norm in report.to_dict()["norms"]]
+    # A few lines a norm, and as much again for all else.
+    assert len(json.dumps(kept, indent=2)) < 600 * len(report.norms) + 20_000
 
 
 def test_the_schema_has_every_field_and_no_other() -> None:
