@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["free_memory"]
+__all__ = ["free_memory", "give_back", "share_arena"]
 
 _MEMINFO = Path("/proc/meminfo")
 _GROUP = Path("/sys/fs/cgroup")
+# Of glibc's mallopt.
+_M_ARENA_MAX = -8
 
 
 def free_memory() -> int | None:
@@ -26,3 +29,18 @@ def _left_in_group() -> int:
         # A group without a limit says "max".
         return int((_GROUP / "memory.max").read_text()) - int((_GROUP / "memory.current").read_text())
     return 1 << 62
+
+
+def share_arena() -> None:
+    """Have new threads take memory where the others do, as far as the C library can be told.
+
+    Else each keeps what it has freed to itself, and many threads that run one after the other keep it many times.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def give_back() -> None:
+    """Return memory that was freed to the system, as far as the C library can be told."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

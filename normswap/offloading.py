@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from normswap.memory import free_memory
+from normswap.memory import free_memory, give_back, share_arena
 from normswap.quiet import quiet
 from normswap.reading import read_into_parameter, read_whole
 from normswap.rows import row_reader
@@ -27,6 +27,8 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 # Elements of a parameter that is not worth letting go: gains and biases.
 _SMALL = 1 << 16
+# Bytes that are worth returning to the system at once.
+_LARGE = 1 << 24
 # Bytes of a layer that is read as one.
 _UNIT = 1 << 30
 # What is free is not all for the weights: outputs, activations and the next checkpoint's pages need room too.
@@ -49,6 +51,11 @@ class Unit:
     module: nn.Module
     parameters: list[nn.Parameter]
     order: int
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes while it is open."""
+        return sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.parameters)
 
 
 class Gate(Protocol):
@@ -167,6 +174,8 @@ class Stream:
             held.users -= 1
             if held.users == 0 and not isinstance(parameter, Waiting):
                 empty_out(parameter, self.touch)
+        if unit.size >= _LARGE:
+            give_back()
 
     def close_all(self) -> None:
         """Let go of every unit."""
@@ -234,6 +243,7 @@ def load_streamed(
         CheckpointError: tensors are missing or damaged, or the shards are.
         ModelError: the weights cannot be read one by one (quantized, or no rearrangement of what is stored).
     """
+    share_arena()
     skeleton = build_skeleton(source, dtype)
     model = skeleton.model
     if untied:
