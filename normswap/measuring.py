@@ -135,10 +135,11 @@ class _Sources(_Pair):
         self.serving, self.folds, self.swap = serving, folds, swap
         self.dropped: list[Dropped] = []
         self.originals = OriginalNorms([] if folds is None else [fold.name for fold in folds.folds])
-        self.names: list[str] | None = None
+        self.last: _Last | None = None
         self.streamed = False
 
     def load(self, source: Source, dtype: torch.dtype, *, untied: bool = False) -> nn.Module:
+        self.last = None
         device = self.serving.device
         if launched():
             return _untied(load_parallel(source, dtype=dtype, device=device), untied)
@@ -148,35 +149,61 @@ class _Sources(_Pair):
         return _untied(loading.load_model(source, dtype=dtype, device=device), untied)
 
     def load_original(self, dtype: torch.dtype) -> nn.Module:
+        if self.last is not None and self.last.dtype == dtype:
+            return self.last.model
         model = self.load(self.original, dtype)
         if self.folds is not None and not self.dropped:
             self.dropped.extend(_droppable(model, self.folds))
         if dtype == self.serving.dtype:
-            if self.names is None:
-                self.names = [decision.name for decision in self.plan_of(model).swaps]
-            self.originals.keep(model, self.names)
+            self.originals.keep(model, [decision.name for decision in self.plan_for(model).swaps])
+        self.last = _Last(model, dtype)
         return model
+
+    def taken(self, dtype: torch.dtype) -> nn.Module | None:
+        """The original that was loaded last, to be made into what is under test; it is nobody else's from then on."""
+        last, self.last = self.last, None
+        whole = not launched() and last is not None and last.dtype == dtype and stream_of(last.model) is None
+        return last.model if whole and last is not None else None
 
     def load_converted(self, dtype: torch.dtype) -> nn.Module:
-        return self.prepared(self.load(self.converted, dtype))
+        same = self.original.path.resolve() == self.converted.path.resolve()
+        return self.prepared((self.taken(dtype) if same else None) or self.load(self.converted, dtype))
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        self.plan = self.plan_of(model)
-        self.names = [decision.name for decision in self.plan.swaps]
+        plan = self.plan_for(model)
         if self.swap:
-            apply_plan(model, self.plan, backend=self.serving.backend, verify=False)
+            apply_plan(model, plan, backend=self.serving.backend, verify=False)
         return model
+
+    def plan_for(self, model: nn.Module) -> Plan:
+        if self.plan is None:
+            self.plan = self.plan_of(model)
+        return self.plan
 
     def load_exact(self, dtype: torch.dtype) -> nn.Module:
         folds = self.folds
-        source = replace(
-            self.original, config=_settings(self.converted, self.original), settings_of=self.converted.path
-        )
-        model = self.load(source, dtype, untied=folds is not None and folds.unties)
+        untied = folds is not None and folds.unties
+        config = _settings(self.converted, self.original)
+        model = None
+        if config.to_diff_dict() == self.original.config.to_diff_dict() and not self.original.trust_remote_code:
+            model = self.taken(dtype)
+        if model is None:
+            source = replace(self.original, config=config, settings_of=self.converted.path)
+            model = self.load(source, dtype, untied=untied)
+        else:
+            _untied(model, untied)
         if folds is not None:
             fold = fold_parallel_ if launched() else fold_ if stream_of(model) is None else fold_streamed_
             fold(model, folds)
         return self.prepared(model)
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The original as it was loaded last, without a change so far."""
+
+    model: nn.Module
+    dtype: torch.dtype
 
 
 def _untied(model: nn.Module, untied: bool) -> nn.Module:
@@ -280,8 +307,10 @@ def _measure(
 
 
 def _inputs(pair: _Pair, config: object, tokenizer: object, serving: Serving) -> Inputs:
+    # The arithmetic that the reference is run in first, so that the model is loaded once for both.
+    dtype = serving.dtype if serving.dtype == torch.float32 else serving.reference or torch.float32
     try:
-        model = pair.load_original(serving.dtype)
+        model = pair.load_original(dtype)
         if serving.generate:
             check_generates(model)
         return make_inputs(

@@ -78,18 +78,26 @@ def compare_rows(reference: torch.Tensor, other: torch.Tensor, *, logits: bool, 
 def _compare(reference: torch.Tensor, other: torch.Tensor, logits: bool, wide: bool) -> Rows:
     peak = max((abs(float(end)) for end in reference.aminmax()), default=0.0) if reference.numel() else 0.0
     dtype = torch.float64 if wide or not peak < _LARGE else torch.float32
-    r = reference.to(dtype)
-    d = other.to(dtype).sub_(r) if other.dtype != dtype else other - r
-    size_of = r
-    if not peak < _LARGE:
-        masked = masked_entries(r, other)
-        d, size_of = d.masked_fill(masked, 0.0), r.masked_fill(masked, 0.0)
+    r, o = reference.to(dtype), other.to(dtype)
+    d = o - r
     kl = same = None
     if logits:
-        kl, same = _divergence(r, d), (reference.argmax(-1) == other.argmax(-1)).cpu()
-    error, size = (torch.linalg.vecdot(t, t).double().cpu() for t in (d, size_of))
+        same = (r.argmax(-1) == o.argmax(-1)).cpu()
+    if not peak < _LARGE:
+        masked = masked_entries(r, o)
+        d = d.masked_fill(masked, 0.0)
+        size = _squares(r.masked_fill(masked, 0.0))
+    else:
+        size = _squares(r)
+    if logits:
+        kl = _divergence(r, d)
+    error = _squares(d)
     nonfinite = 0 if bool(error.isfinite().all()) else int((~other.isfinite()).sum())
     return Rows(error, size, kl, same, float(d.abs_().max()) if d.numel() else 0.0, nonfinite)
+
+
+def _squares(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dim=-1).double().square().cpu()
 
 
 def _divergence(r: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
