@@ -14,6 +14,7 @@ from normswap import checkpoint as ckpt
 from normswap import opening
 from normswap.comparing import Comparison, compare_checkpoints
 from normswap.errors import UsageError
+from normswap.inmemory import compare_modules, naming
 from normswap.manifest import plan_of_manifest
 from normswap.measuring import Serving, measure_modules, measure_sources, reference_dtype
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
@@ -110,8 +111,16 @@ def verify(
             raise UsageError(f"expected two modules or two checkpoints, got {kinds}")
         serving = opening.serving(backend, dtype, device, checkpoint, text, criterion, progress, **more)
         report = measure_modules(checkpoint, against, serving, backend=None if backend == "auto" else serving.backend)
-        names = [type(module).__name__ for module in (checkpoint, against)]
-        return replace(report, checkpoint=names[0], against=names[1], command="normswap.verify(model, against)")
+        tensors = None if checkpoint is against else compare_modules(against, checkpoint)
+        named = naming(tensors) if tensors is not None and report.failures else []
+        return replace(
+            report,
+            failures=[*named, *report.failures],
+            tensors=tensors,
+            checkpoint=type(checkpoint).__name__,
+            against=type(against).__name__,
+            command="normswap.verify(model, against)",
+        )
     converted = open_source(checkpoint, revision=revision, trust_remote_code=trust_remote_code)
     serving = opening.serving(backend, dtype, device, converted, text, criterion, progress, **more)
     files = check_weights(converted)

@@ -1,0 +1,69 @@
+"""Compare two modules value by value: what a checkpoint's comparison is on disk, for models that are in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from normswap.evidence import TensorChange, TensorFigures
+from normswap.gaps import Gap
+from normswap.recognising import describe
+from normswap.spec import dtype_name
+
+__all__ = ["compare_modules", "naming"]
+
+# Changed values are named up to so many.
+_SHOWN = 5
+
+
+@torch.no_grad()
+def compare_modules(original: nn.Module, converted: nn.Module) -> TensorFigures:
+    """Compare the parameters and persistent buffers of two modules by name.
+
+    Nothing is made of a change: whether it is one of the function, the gates have to say.
+
+    Args:
+        original: the module that is right by definition; on any device but meta.
+        converted: the module under test.
+    """
+    ours, theirs = (
+        {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        for model in (original, converted)
+    )
+    changes, same = [], 0
+    for name, value in ours.items():
+        other = theirs.get(name)
+        if other is None:
+            changes.append(TensorChange(name, "missing", False, "is missing"))
+        elif value.shape != other.shape:
+            words = f"{list(other.shape)}, the original has {list(value.shape)}"
+            changes.append(TensorChange(name, "shape", False, words))
+        elif value.dtype != other.dtype:
+            words = f"{dtype_name(other.dtype)}, the original has {dtype_name(value.dtype)}"
+            changes.append(TensorChange(name, "dtype", False, words))
+        elif (change := _changed(name, value, other.to(value.device))) is not None:
+            changes.append(change)
+        else:
+            same += 1
+    changes += [TensorChange(name, "extra", False, "is not of the original") for name in theirs.keys() - ours.keys()]
+    kind, summary = ("unknown", f"{len(changes)} tensors differ") if changes else ("identical", "identical")
+    return TensorFigures(summary.replace("1 tensors differ", "1 tensor differs"), kind, len(ours), same, changes)
+
+
+def _changed(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorChange | None:
+    if torch.equal(one, other):
+        return None
+    if not one.is_floating_point():
+        return TensorChange(name, "changed", False, "differs")
+    gap = Gap(allowed=0)
+    gap.add(one.reshape(-1) if one.dim() == 0 else one, other.reshape(-1) if one.dim() == 0 else other, 0)
+    if gap.within:
+        return None
+    return TensorChange(name, "changed", False, f"differs {describe(gap)}", None, gap.error)
+
+
+def naming(figures: TensorFigures) -> list[str]:
+    """Name the tensors that differ, as reasons beside a gate that failed."""
+    found = figures.unexplained
+    more = [f"tensors: and {len(found) - _SHOWN} more differ"] if len(found) > _SHOWN else []
+    return [f"tensors: {change.name} {change.detail}" for change in found[:_SHOWN]] + more
