@@ -251,8 +251,8 @@ def load_streamed(
             untie_(model)
     stream = Stream(model, skeleton.checkpoint, change=change, device=torch.device(device))
     _bring(skeleton, stream, small)
-    for name, module in _units(model, stream, unit_bytes):
-        inside = {id(parameter): parameter for parameter in module.parameters() if id(parameter) in stream._held}
+    for name, module in _units(model, unit_bytes):
+        inside = {id(parameter): parameter for parameter in module.parameters() if isinstance(parameter, Waiting)}
         if inside:
             stream.watch(Unit(name, module, list(inside.values()), len(stream.units)))
     vars(model)[_KEY] = stream
@@ -315,13 +315,12 @@ def _brought(
     return parameter
 
 
-def _units(model: nn.Module, stream: Stream, unit_bytes: int) -> Iterator[tuple[str, nn.Module]]:
+def _units(model: nn.Module, unit_bytes: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are read as one, each once, in the model's order."""
     seen: set[int] = set()
 
     def size(module: nn.Module) -> int:
-        inside = (one for one in module.parameters() if id(one) in stream._held)
-        return sum(one.numel() * one.dtype.itemsize for one in inside)
+        return sum(one.numel() * one.dtype.itemsize for one in module.parameters() if isinstance(one, Waiting))
 
     def walk(name: str, module: nn.Module, listed: bool) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:

@@ -87,4 +87,6 @@ def empty_out(parameter: nn.Parameter, load: Callable[[nn.Parameter], None]) -> 
 def fill(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a parameter that was emptied its values."""
     parameter.__class__ = nn.Parameter
+    # A copy of the parameter takes its attributes along, and is not read from anywhere.
+    vars(parameter).pop("_normswap_load", None)
     parameter.data = values
