@@ -33,13 +33,18 @@ def config_of(gigabytes: float) -> transformers.LlamaConfig:
     )
 
 
-def make_checkpoint(folder: Path, gigabytes: float) -> int:
+def make_checkpoint(folder: Path, gigabytes: float, config: transformers.LlamaConfig | None = None) -> int:
     """Write the checkpoint, in shards of at most 1 GB, as `save_pretrained` would lay it out.
+
+    Args:
+        folder: an existing folder.
+        gigabytes: about the size of its weights; of no account where a config is given.
+        config: of the model; `config_of` by default.
 
     Returns:
         The bytes of its weights.
     """
-    config = config_of(gigabytes)
+    config = config_of(gigabytes) if config is None else config
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {key: tuple(value.shape) for key, value in transformers.LlamaForCausalLM(config).state_dict().items()}
