@@ -109,7 +109,7 @@ class _Comparing:
             changes=changes,
             settings=settings,
             altered=altered,
-            **summarise(self.before.checkpoint, self.after.checkpoint, pairing, changes, pairs, folds),
+            **summarise(self.before.checkpoint, self.after.checkpoint, pairing, changes, settings, folds),
         )
         failures = failures_of(changes, pairs, folds.refused, self.after.checkpoint)
         if settings or self.before.source.trust_remote_code:

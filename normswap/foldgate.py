@@ -16,7 +16,7 @@ from normswap.places import cut
 from normswap.rowedits import TensorEdit
 from normswap.stored import Stored
 
-__all__ = ["FoldGate", "rounding"]
+__all__ = ["FoldGate", "coarser", "rounding"]
 
 # How much the root mean square of a sample of one output may stray from that of many.
 _STRAY = 3.0
@@ -28,6 +28,11 @@ def rounding(dtype: torch.dtype) -> tuple[float, float]:
     """Return what rounding to the nearest can do to a number: relative to it, and at least."""
     info = torch.finfo(dtype)
     return info.eps / 2, info.smallest_normal * info.eps / 2
+
+
+def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that rounds more: of a cast checkpoint, folds may have been rounded to either."""
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @dataclass
@@ -98,7 +103,7 @@ class FoldGate:
                 self._outputs(was, now, columns.norms)
             count = len(region[0]) if at == 0 else None
             for norm in columns.norms:
-                self._dtypes[norm] = got.dtype
+                self._dtypes[norm] = coarser(old.dtype, got.dtype)
                 channels = self._channels_of(norm, piece, axis)
                 channels = channels[before : before + count] if count is not None else channels
                 self._columns(norm, channels, cut(off, region), cut(new, region), at)
@@ -106,7 +111,7 @@ class FoldGate:
             for norm in edit.norms:
                 if any(put.add for put in edit.puts):
                     self._sum(norm, float(off.double().square().sum()), float(new.double().square().sum()), got.numel())
-                    self._dtypes[norm] = got.dtype
+                    self._dtypes[norm] = coarser(old.dtype, got.dtype)
 
     def finish(self) -> None:
         """Take a stored tensor as complete."""

@@ -118,7 +118,7 @@ class Gap:
         return self.beyond == 0
 
     def _see(self, far: torch.Tensor, difference: torch.Tensor, exact: torch.Tensor, start: int) -> None:
-        ratio = (difference[far] / exact[far]).abs().nan_to_num(nan=math.inf)
+        ratio = (difference[far] / exact[far]).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         self.worst = max(self.worst, float(ratio.max()))
         spans = []
         for axis in range(far.dim()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -95,7 +96,7 @@ class Judge:
         told = f"what folding {_named(norms)} gives"
         if casts:
             told += f", cast to {SHORT.get(other.dtype, other.dtype)}"
-            gap = self._cast_first(key, source, gap)
+            gap = self._nearest(key, source, edit, gap)
         if gap.exact or (gap.within and (casts or not self.strict)):
             if not gap.exact:
                 told += f"; {gap.off} of {gap.values} values are {_units(gap.units)} off, rounded in another way"
@@ -148,7 +149,7 @@ class Judge:
             return f"has each {one}'s mean removed: its {of} were centred, which {effect}"
         if (factor := scaled(rows)) is not None:
             return f"is the original's times {factor:.4g}"
-        return f"differs {describe(gap, 'channel')}"
+        return f"differs {describe(gap)}"
 
     @cached_property
     def _has_rms(self) -> bool:
@@ -158,25 +159,43 @@ class Judge:
     def _cast_edits(self) -> dict[str, Edits | None]:
         return {}
 
-    def _cast_first(self, key: str, source: str, gap: Gap) -> Gap:
-        """Return the nearer of two: rounded after the fold, or gains and weights rounded before it."""
+    def _nearest(self, key: str, source: str, edit: TensorEdit, gap: Gap) -> Gap:
+        """Return the nearest of three ways: rounded once, folded and then cast, cast and then folded."""
+        for way in (self._folded_first, self._cast_first):
+            if gap.within:
+                break
+            other = way(key, source, edit)
+            gap = other if other.beyond < gap.beyond else gap
+        return gap
+
+    def _folded_first(self, key: str, source: str, edit: TensorEdit) -> Gap:
+        gap = Gap()
+        for start, old, got in self._rows.rows(source, key):
+            stored = round_once(edit.apply(old, start), old.dtype)
+            # A unit of the dtype that was folded in may be many of the one that is stored.
+            gap.add(stored, got, start, torch.finfo(old.dtype).eps * stored.double().abs())
+        return gap
+
+    def _cast_first(self, key: str, source: str, _edit: TensorEdit) -> Gap:
         name = self._entry(self.after, key).dtype
-        if gap.within or self.folds.work is None:
-            return gap
-        dtype = FLOATS[name]
-        if name not in self._cast_edits:
-            work = prepare(self.before, self.folds.work.plan, read=cast_reader(self.before.checkpoint, dtype)).work
-            self._cast_edits[name] = None if work is None else work.edits
-        edits = self._cast_edits[name]
+        dtype, gap = FLOATS[name], Gap()
+        edits = self._edits_after_cast(name)
         edit = None if edits is None else _edit_of(edits, key, source, key not in self.before.checkpoint.tensors)
         if edit is None:
+            gap.beyond = sys.maxsize
             return gap
-        first = Gap()
         for start, old, got in self._rows.rows(source, key):
             rounded = round_once(old, dtype)
             new = edit.apply(rounded, start)
-            first.add(new, got, start, self._slack(edit, rounded, new, got.dtype))
-        return first if first.beyond < gap.beyond else gap
+            gap.add(new, got, start, self._slack(edit, rounded, new, got.dtype))
+        return gap
+
+    def _edits_after_cast(self, name: str) -> Edits | None:
+        if name not in self._cast_edits and self.folds.work is not None:
+            read = cast_reader(self.before.checkpoint, FLOATS[name])
+            work = prepare(self.before, self.folds.work.plan, read=read).work
+            self._cast_edits[name] = None if work is None else work.edits
+        return self._cast_edits[name]
 
     def _misfolded(self, key: str, source: str, norms: list[str], gap: Gap, same: bool) -> TensorChange:
         if same or self.equal(source, key):
@@ -186,7 +205,7 @@ class Judge:
         if gap.within:
             told = f"is not rounded once: {gap.off} of {gap.values} values are {_units(gap.units)} off"
         else:
-            told = f"is not what folding gives {describe(gap, 'channel')}"
+            told = f"is not what folding gives {describe(gap)}"
         return self._fault(key, "changed", norms, told, gap.error)
 
     def _fault(self, key: str, kind: str, norms: list[str], told: str, error: float | None = None) -> TensorChange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,8 +16,11 @@ SHORT = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3":
 """How dtypes are called in a summary."""
 
 _HALVES = (torch.bfloat16, torch.float16)
-# Values of one row at a time, whatever its length, are centred in float64; a mean this small is none.
+# A mean this small, relative to the values, is none; and what may be left of what the means explain.
 _NO_MEAN = 1e-3
+_LEFT = 0.1
+# A factor that rounding might have made of 1, in units of its dtype.
+_NEAR_ONE = 4
 
 Rows = Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor]]]
 """Yields the number of the first row, rows of the original, and the same rows of the checkpoint under test."""
@@ -57,39 +61,45 @@ def centred(rows: Rows) -> str | None:
 
 
 def _is_centred(rows: Rows, axis: int) -> bool:
-    means = None if axis else _column_means(rows)
-    moved = size = 0.0
+    columns = None if axis else _column_means(rows)
+    left = moved = size = 0.0
     for _, one, other in rows():
-        if one.dim() != 2 or one.shape[axis] < 2:
+        if one.dim() != 2:
             return False
         wide = one.double()
-        mean = wide.mean(-1, keepdim=True) if means is None else means
-        eps = torch.finfo(other.dtype).eps
-        room = eps * (wide.abs() + 2 * mean.abs()) + torch.finfo(other.dtype).smallest_normal * eps
+        mean, magnitude = _means(wide) if columns is None else columns
+        off, info = (other.double() - (wide - mean)).abs(), torch.finfo(other.dtype)
+        # A mean is off by what the sum behind it was rounded to.
+        room = info.eps * (wide.abs() + 2 * mean.abs() + 2 * magnitude) + info.smallest_normal * info.eps
         # `not within` would let NaN pass.
-        if not bool(((other.double() - (wide - mean)).abs() <= room).all()):
+        if not bool((off <= room).all()):
             return False
-        moved, size = (
-            moved + float(mean.square().sum()) * (wide.numel() / mean.numel()),
-            size + float(wide.square().sum()),
-        )
-    return moved > _NO_MEAN**2 * size
+        left, size = left + float(off.square().sum()), size + float(wide.square().sum())
+        moved += float(mean.square().sum()) * (wide.numel() / mean.numel())
+    return moved > _NO_MEAN**2 * size and left < _LEFT * moved
 
 
-def _column_means(rows: Rows) -> torch.Tensor:
-    total, count = torch.zeros((), dtype=torch.float64), 0
+def _means(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return wide.mean(-1, keepdim=True), wide.abs().mean(-1, keepdim=True)
+
+
+def _column_means(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    total, size, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
     for _, one, _other in rows():
-        total, count = total + one.double().sum(0, keepdim=True), count + len(one)
-    return total / max(1, count)
+        wide = one.double()
+        total, size = total + wide.sum(0, keepdim=True), size + wide.abs().sum(0, keepdim=True)
+        count += len(one) if one.dim() else 1
+    return total / max(1, count), size / max(1, count)
 
 
 def scaled(rows: Rows) -> float | None:
     """Return the one number that the original was multiplied by; None where that is not what was done."""
-    product = square = 0.0
+    product = square = eps = 0.0
     for _, one, other in rows():
         product += float((one.double() * other.double()).sum())
         square += float(one.double().square().sum())
-    if not square or not product:
+        eps = torch.finfo(other.dtype).eps
+    if not square or abs(product / square - 1) <= _NEAR_ONE * eps:
         return None
     factor = product / square
     gap = Gap(allowed=2)
@@ -100,30 +110,32 @@ def scaled(rows: Rows) -> float | None:
     return factor
 
 
-def describe(gap: Gap, kind: str) -> str:
-    """Say how many values differ, where, and by how much.
-
-    Args:
-        gap: what was found; its values beyond the allowed units are told.
-        kind: ``"channel"`` for what a position of a tensor with one axis is.
-    """
-    told = f"in {gap.beyond} of {gap.values} values"
-    names = [kind] if len(gap.spans) == 1 else ["row", *(["column"] if len(gap.spans) == 2 else [])]
-    for name, (first, last), axis in zip(names, gap.spans, range(len(gap.spans)), strict=False):
-        if first == last and (axis or len(gap.spans) == 1 or gap.beyond > 1 or len(names) > 1):
-            told += f", {'all in ' if gap.beyond > 1 and len(gap.spans) > 1 else ''}{name} {first}"
-    if gap.worst and gap.worst != float("inf"):
-        told += f", by {'up to ' if gap.beyond > 1 else ''}{percent(gap.worst)}"
-    return told
+def describe(gap: Gap) -> str:
+    """Say how many values of a tensor differ, where, and by how much, from what was found of it."""
+    told = [f"in {gap.beyond} of {gap.values} values"]
+    dim = len(gap.spans)
+    words = {1: ["channel {}"], 2: ["row {}", "column {}"]}.get(
+        dim, [f"index {{}} of axis {axis}" for axis in range(dim)]
+    )
+    there = [word.format(first) for word, (first, last) in zip(words, gap.spans, strict=True) if first == last]
+    if there and gap.beyond == 1:
+        told += there
+    elif there and dim > 1:
+        told += [f"all in {' and '.join(there)}"]
+    if gap.worst and math.isfinite(gap.worst):
+        told += [f"by {'up to ' if gap.beyond > 1 else ''}{percent(gap.worst)}"]
+    return ", ".join(told)
 
 
 def percent(ratio: float) -> str:
     """Write a relative difference.
 
     Example:
-        >>> percent(0.0201), percent(3.2), percent(0.00004)
-        ('2%', '320%', '0.004%')
+        >>> percent(0.0201), percent(3.2), percent(0.00004), percent(96.3)
+        ('2%', '320%', '0.004%', '96 times')
     """
+    if ratio >= 10:
+        return f"{ratio:.0f} times"
     return f"{100 * ratio:.0f}%" if ratio >= 0.995 else f"{100 * ratio:.2g}%"
 
 

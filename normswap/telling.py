@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from normswap.bytewise import RawBytes
-from normswap.evidence import PairFigures, TensorChange
+from normswap.evidence import PairFigures, SettingChange, TensorChange
 from normswap.inferring import Inferred
 from normswap.recognising import SHORT
 from normswap.rowpairs import is_floating
@@ -59,16 +59,14 @@ def summarise(
     after: Checkpoint,
     pairing: Pairing,
     changes: list[TensorChange],
-    pairs: list[PairFigures],
+    settings: list[SettingChange],
     folds: Inferred,
 ) -> dict[str, Any]:
     """Return ``summary``, ``kind`` and ``files`` of `normswap.evidence.TensorFigures`."""
     files = _files(before, after, pairing)
     words: dict[str, list[str]] = {}
-    if (work := folds.work) is not None and pairs and any(one.kind == "folded" for one in changes):
-        weights = {parameter for fold in work.plan.folds for parameter in fold.parameters}
-        gains = _count(len(work.plan.folds), "gain")
-        words["folded"] = [f"{gains} folded into {_count(len(weights), 'linear')}"]
+    if folded := _folded(changes, folds):
+        words["folded"] = [folded]
     if cast := _cast(before, after, pairing, changes):
         words["cast"] = [cast]
     unknown = [one for one in changes if not one.explained]
@@ -90,12 +88,22 @@ def summarise(
             *([f"{_count(len(unread), 'tensor')} that the class does not load differ"] if unread else []),
         ]
     if not words:
-        return {"summary": "identical", "kind": "identical", "files": files}
-    return {
-        "summary": ", ".join(word for told in words.values() for word in told),
-        "kind": "+".join(words),
-        "files": files,
-    }
+        words["identical"] = ["identical tensors" if settings else "identical"]
+    told = [word for group in words.values() for word in group]
+    if settings:
+        told.append(f"other settings: {_names([one.name for one in settings])}")
+    return {"summary": ", ".join(told), "kind": "+".join(words), "files": files}
+
+
+def _folded(changes: list[TensorChange], folds: Inferred) -> str:
+    """Count the gains that are in at least one weight, and these weights."""
+    if folds.work is None:
+        return ""
+    keys = {one.name for one in changes if one.kind == "folded"}
+    edits = [one for one in folds.work.edits.weights if one.key in keys]
+    norms = {norm for one in edits for norm in folds.work.edits.norms[one.key]}
+    weights = {one.parameter for one in edits}
+    return f"{_count(len(norms), 'gain')} folded into {_count(len(weights), 'linear')}" if norms else ""
 
 
 def _files(before: Checkpoint, after: Checkpoint, pairing: Pairing) -> str | None:
