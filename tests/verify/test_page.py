@@ -163,6 +163,15 @@ def test_marks_stand_where_the_figures_are() -> None:
     assert re.search(r'class="line exact" d="M[\d. ]+L[\d. ]+"', text)
 
 
+def test_a_line_is_broken_between_stacks_and_where_a_figure_is_missing() -> None:
+    errors = [1e-3, None, 1e-3, 1e-3]
+    layers = [LayerFigures(f"a.{at}", "a", at, error_original=error) for at, error in enumerate(errors)]
+    layers += [LayerFigures(f"b.{at}", "b", at, error_original=1e-3) for at in range(2)]
+    text = to_html(replace(minimal(), layers=layers))
+    assert re.search(r'class="line original" d="M[\d. ]+M[\d. ]+L[\d. ]+M[\d. ]+L[\d. ]+"', text)
+    assert "layer of a<" in text and "layer of b<" in text and 'class="line converted"' not in text
+
+
 def test_norms_find_their_place_by_layer() -> None:
     report = failing()
     names = ["vision.blocks.3.norm1", "model.layers.2.experts.7.norm", "model.layers.2.experts.8.norm", "norm", "a.0"]

@@ -31,7 +31,8 @@ addEventListener('load', () => {
   document.querySelectorAll('details').forEach(one => { one.open = true; });
   // A window is never narrower than 500 units; a page can be made so.
   if (location.hash) document.documentElement.style.width = location.hash.slice(1) + 'px';
-  const apart = 1.5;
+  // Words of one line keep some room between them; lines have some within.
+  const near = 2, lap = 3;
   const drawings = [...document.querySelectorAll('svg')].map(svg => {
     const frame = svg.viewBox.baseVal, words = [...svg.querySelectorAll('text')];
     const boxes = words.map(word => [word.textContent, word.getBBox()]);
@@ -39,8 +40,8 @@ addEventListener('load', () => {
       b.y + b.height > frame.height + 1).map(([text]) => text);
     const over = [];
     boxes.forEach(([one, a], at) => boxes.slice(at + 1).forEach(([other, b]) => {
-      if (a.x + apart < b.x + b.width && b.x + apart < a.x + a.width &&
-          a.y + 2 * apart < b.y + b.height && b.y + 2 * apart < a.y + a.height)
+      if (a.x < b.x + b.width + near && b.x < a.x + a.width + near &&
+          a.y + lap < b.y + b.height && b.y + lap < a.y + a.height)
         over.push([one, other]);
     }));
     const inner = svg.getBBox(), place = svg.getBoundingClientRect();
@@ -128,7 +129,7 @@ def test_drawings_have_size_and_words_their_room(name: str, width: int, browse: 
     assert found["page"] <= found["screen"] and found["edge"] <= width
     assert len(found["drawings"]) == 3
     for drawing in found["drawings"]:
-        assert drawing["width"] >= min(width - 60, 700) and drawing["height"] > 100, drawing["name"]
+        assert drawing["width"] >= 700 and drawing["height"] > 100, drawing["name"]
         assert min(drawing["drawn"]) > 80 and drawing["words"] > 10, drawing["name"]
         assert drawing["outside"] == [], drawing["name"]
         assert drawing["over"] == [], drawing["name"]
@@ -159,7 +160,7 @@ def test_a_picture_of_it_is_not_blank(dark: bool, browse: Run, tmp_path: Path) -
     assert len(picture.getcolors(maxcolors=1 << 20)) > 200
 
 
-def test_paper_holds_the_drawings_on_a_light_ground(browse: Run, tmp_path: Path) -> None:
+def test_paper_holds_the_drawings(browse: Run, tmp_path: Path) -> None:
     file, paper = tmp_path / "report.html", tmp_path / "report.pdf"
     file.write_text(to_html(EXAMPLES["big"]()), encoding="utf-8")
     browse(file, f"--print-to-pdf={paper}", "--no-pdf-header-footer", dark=True)
@@ -177,8 +178,6 @@ def test_paper_holds_the_drawings_on_a_light_ground(browse: Run, tmp_path: Path)
     assert len(re.findall(rb"\nf\*?\s", drawn)) > 471
     pages = len(re.findall(rb"/Type /Page\b", data))
     assert 3 <= pages <= 12
-    dark_ground = rb"\.08\d* \.09\d* \.1\d* rg"
-    assert not re.search(dark_ground, drawn)
 
 
 def test_a_fragment_leaves_the_notebook_as_it_was(browse: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ def test_no_name_is_markup() -> None:
     assert "\x1b" not in text and "\u202e" not in text
     fence = re.search(r"(?m)^(`+)sh$", text)
     assert fence is not None and fence[1] not in text.split(f"{fence[1]}sh\n")[1].split(f"\n{fence[1]}\n")[0]
+
+
+def test_a_command_cannot_end_its_block() -> None:
+    report = replace(passing(), command="normswap verify '```'")
+    assert "\n````sh\nnormswap verify '```'\n````\n" in to_markdown(report)
 
 
 def test_an_underscore_in_a_word_stays_as_it_is_and_links_are_none() -> None:
