@@ -303,6 +303,7 @@ def _measure(
         swapped=pair.swap,
         generate=serving.generate,
         tokenizer=tokenizer,
+        budget=serving.budget,
     )
 
 

@@ -20,6 +20,9 @@ from normswap.writing import Writing
 
 __all__ = ["Criterion", "Dropped", "NormFigures", "NormUnderTest", "ParityReport", "measure"]
 
+# Each of the outputs that wait, those of one forward, and the residual stream gets this part of the memory.
+_KEEPERS = 32
+
 
 def measure(
     original: Loader,
@@ -38,6 +41,7 @@ def measure(
     swapped: bool = True,
     generate: int = 0,
     tokenizer: Any = None,
+    budget: int | None = None,
 ) -> ParityReport:
     """Run original and converted on the same inputs and judge by three gates.
 
@@ -66,6 +70,7 @@ def measure(
         swapped: whether the converted model has swapped norms, so that it is a failure if none is reached.
         generate: how many tokens both write greedily after each prompt; 0 for none.
         tokenizer: that tells the words of these; None for the ids alone.
+        budget: bytes of memory to get along with, where that matters: less is kept in memory then.
 
     Returns:
         The figures and the verdict.
@@ -75,8 +80,10 @@ def measure(
     """
     criterion = criterion or Criterion()
     with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
+        room = None if budget is None else budget // _KEEPERS
+        spool = Spool(Path(folder)) if room is None else Spool(Path(folder), min(Spool.room, room))
         session = Session(
-            original, converted, norms, inputs, torch.device(device), criterion, Spool(Path(folder)), swapped
+            original, converted, norms, inputs, torch.device(device), criterion, spool, swapped, room=room
         )
         session.progress = progress or session.progress
         session.exact, session.dropped = exact, dropped

@@ -63,18 +63,20 @@ Current = Callable[[], Group]
 class Stream:
     """Keeps one run's residual stream, and holds others against it.
 
-    Rows (tokens) are kept evenly, as many as fit into `_KEPT` numbers for all layers.
+    Rows (tokens) are kept evenly, as many as fit into `most` numbers for all layers.
 
     Attributes:
         sequences: how many there are.
         kept: by layer, by sequence: what each call gave, ``(rows, width)``.
         order: names of the layers, in the order of their first call.
+        most: numbers that are kept in all.
     """
 
     sequences: int
     kept: dict[str, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     rows: int | None = None
+    most: int = _KEPT
 
     @contextmanager
     def keeping(self, model: nn.Module, current: Current) -> Iterator[None]:
@@ -149,7 +151,7 @@ class Stream:
         """Return some rows of one sequence, evenly spaced, ``(rows, width)``."""
         row = row.reshape(-1, row.shape[-1])
         if self.rows is None:
-            self.rows = max(_FEWEST_ROWS, _KEPT // max(1, layers * self.sequences * row.shape[-1]))
+            self.rows = max(_FEWEST_ROWS, self.most // max(1, layers * self.sequences * row.shape[-1]))
         count = min(len(row), self.rows)
         if count == len(row):
             return row

@@ -59,7 +59,11 @@ class _Run:
 
 @dataclass
 class Session:
-    """One measurement: its parameters, and the failures, doubts and notes it gathers."""
+    """One measurement: its parameters, and the failures, doubts and notes it gathers.
+
+    ``room`` is how many bytes the outputs of one forward, and what is kept of the residual stream, may take each; None
+    for as many as go fast.
+    """
 
     original: Loader
     converted: Loader
@@ -80,9 +84,10 @@ class Session:
     faults: list[Fault] = field(default_factory=list)
     streams: dict[str, Stream] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
+    room: int | None = None
 
     def __post_init__(self) -> None:
-        self.groups = self.inputs.groups()
+        self.groups = self.inputs.groups() if self.room is None else self.inputs.groups(self.room)
         self.writing = Writing(self.inputs)
 
     def report(self, dtype: torch.dtype, reference_dtype: torch.dtype | None, backend: str) -> ParityReport:
@@ -245,7 +250,8 @@ class Session:
         """Run the original, compare it with the reference and keep its outputs, each if a name is given."""
         result = _Run()
         if keep is not None:
-            self.streams[keep] = Stream(self.inputs.sequences)
+            most = Stream.most if self.room is None else min(Stream.most, self.room // 4)
+            self.streams[keep] = Stream(self.inputs.sequences, most=most)
         with self.loaded(self.original, dtype) as model:
             self.layers = self.layers or [layer for layer, _ in layers_of(model)]
             keeping = nullcontext() if keep is None else self.streams[keep].keeping(model, self.current)
