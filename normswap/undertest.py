@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -85,6 +86,17 @@ def norms_under_test(model: nn.Module, plan: Plan | None, originals: OriginalNor
     return [_under_test(name, module, spec, execution, originals) for name, module, spec, execution in found]
 
 
+def _in_its_words(
+    theirs: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Hand a norm by their places the arguments that another class calls otherwise."""
+    words = inspect.signature(modules.original_class(theirs).forward).parameters
+    if kwargs.keys() <= words.keys():
+        return args, kwargs
+    bound = inspect.signature(modules.original_class(module).forward).bind(module, *args, **kwargs)
+    return bound.args[1:], bound.kwargs
+
+
 def _under_test(
     name: str, module: nn.Module, spec: NormSpec, execution: Execution, originals: OriginalNorms
 ) -> NormUnderTest:
@@ -93,11 +105,13 @@ def _under_test(
 
     def original(*args: Any, **kwargs: Any) -> Any:
         theirs = held()
+        args, kwargs = _in_its_words(theirs, module, args, kwargs)
         with bare(theirs, spec.then):
             return modules.original_forward(theirs, *args, **kwargs)
 
     def parameter(attribute: str | None) -> Any:
-        return getattr(held(), attribute) if attribute else None
+        theirs = held()
+        return getattr(theirs if hasattr(theirs, attribute) else module, attribute) if attribute else None
 
     return NormUnderTest(
         name=name,

@@ -14,6 +14,7 @@ from tiny_families import FAMILIES
 from transformers import PreTrainedModel
 
 import normswap
+from normswap.folding import Tied
 
 Conversion = Callable[[str, Path, Path], Path]
 
@@ -29,8 +30,9 @@ def swapped(family: str, source: Path, target: Path) -> Path:
 
 
 def folded(family: str, source: Path, target: Path) -> Path:
-    """Convert with every gain folded that can be, heads untied."""
-    return normswap.convert(source, target, fold=True, tied="untie", verify=False).out
+    """Convert with every gain folded that can be, heads untied where every supported transformers can."""
+    tied: Tied = "skip" if family == "bert" else "untie"
+    return normswap.convert(source, target, fold=True, tied=tied, verify=False).out
 
 
 def folded_unrecorded(family: str, source: Path, target: Path) -> Path:
