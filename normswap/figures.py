@@ -166,6 +166,9 @@ class Served:
         kl_original_interval: the same of `kl_original`.
         top1_interval: the same of `top1_agreement`.
         top1_original_interval: the same of `top1_agreement_original`.
+        error_weights: of the converted model's stored weights in the reference's arithmetic: what rounding them once,
+            as folding and casting have to, adds to the errors; None where that was not asked.
+        ratio_explained: `error_converted` over what the original's error and this one come to together.
     """
 
     error_original: float | None = None
@@ -186,6 +189,8 @@ class Served:
     kl_original_interval: tuple[float, float] | None = None
     top1_interval: tuple[float, float] | None = None
     top1_original_interval: tuple[float, float] | None = None
+    error_weights: float | None = None
+    ratio_explained: float | None = None
 
 
 @dataclass(frozen=True)

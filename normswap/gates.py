@@ -14,7 +14,7 @@ from normswap.meter import NormMeter
 from normswap.stats import Gap, bootstrap_ratio, chance_of_as_many, relative
 from normswap.tokenwise import Rows, bootstrap_mean, joined, ratio_over_blocks
 
-__all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served"]
+__all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served", "with_weights"]
 
 # Where the control stays below the bound, the error must stay this many times below the control.
 _MARGIN = 10
@@ -151,6 +151,21 @@ def judge_reach(norms: Sequence[NormFigures], *, swapped: bool = True) -> tuple[
     if missed:
         return [], [f"{len(missed)} norms not reached by the inputs: {', '.join(missed)}"]
     return [], []
+
+
+def with_weights(original: Sequence[Rows], weights: Sequence[Rows]) -> list[Rows]:
+    """Add the errors of rounded weights to those of rounded activations, as independent errors add up.
+
+    Args:
+        original: distance of the original as served, one entry a sequence.
+        weights: distance of the converted model's stored weights in the reference's arithmetic.
+    """
+
+    def added(one: Rows, other: Rows) -> Rows:
+        kl = None if one.kl is None or other.kl is None else one.kl + other.kl
+        return replace(one, error=one.error + other.error, kl=kl)
+
+    return [added(one, other) for one, other in zip(original, weights, strict=True)]
 
 
 def judge_served(

@@ -18,6 +18,7 @@ __all__ = [
     "FusedNorm",
     "execution_of",
     "fused_norms",
+    "original_class",
     "original_forward",
     "require_own_class",
     "resolve_backend",

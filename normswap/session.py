@@ -18,7 +18,7 @@ from normswap.environment import device_words, versions
 from normswap.errors import ModelError
 from normswap.evidence import Fault, LayerFigures
 from normswap.figures import Criterion, Exact, NormFigures, ParityReport, Served
-from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served
+from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served, with_weights
 from normswap.inputs import Group, Inputs, Output, run, split
 from normswap.lockstep import current, forwards
 from normswap.meter import NormUnderTest, watching
@@ -120,6 +120,8 @@ class Session:
         if reference is not None:
             numbers = math.prod(self.output["shape"]) * self.inputs.sequences
             served, failures, notes = judge_served(a.sequences, b.sequences, numbers, self.criterion)
+            if self.exact is not None and any("ratio" in failure for failure in failures):
+                served, failures = self.judge_with_weights(served, failures, a, b, numbers, reference, reference_dtype)
             self.failures += failures
             self.notes += notes
             control, notes = judge_lost(self.lost, [rows.gap for rows in a.sequences], self.criterion)
@@ -149,6 +151,25 @@ class Session:
             power=power_of(self.faults, exact.exact),
             generation=generation,
         )
+
+    def judge_with_weights(
+        self, served: Served, failures: list[str], a: _Run, b: _Run, numbers: int, reference: str, dtype: torch.dtype
+    ) -> tuple[Served, list[str]]:
+        """Judge once more, with what rounding the stored weights adds: the original was not rounded a second time."""
+        weights = _Run()
+        with self.loaded(self.converted, dtype) as model:
+            for index, output in self.outputs(model, dtype, "stored weights"):
+                self.compare(weights, reference, index, output)
+        both = with_weights(a.sequences, weights.sequences)
+        judged, left, _ = judge_served(both, b.sequences, numbers, self.criterion)
+        errors = [rows.gap for rows in weights.sequences]
+        error = relative([one.error for one in errors], [one.size for one in errors])
+        self.notes.append(
+            f"served: {error:.3g} is what rounding the stored weights adds by itself; of that and the original's own "
+            f"error together the converted model's is {judged.ratio:.4g} times, which is what counts"
+        )
+        kept = [failure for failure in failures if "ratio" not in failure]
+        return replace(served, error_weights=error, ratio_explained=judged.ratio), [*kept, *left]
 
     def judge_layers(self, exact: Sums | None, original: Sums | None, converted: Sums | None) -> list[LayerFigures]:
         order = next((stream.order for stream in self.streams.values()), [])
