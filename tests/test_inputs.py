@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from parity_models import llama
 from torch import nn
 
@@ -198,6 +199,18 @@ def test_a_foreign_tokenizer_is_refused(model):
 def test_text_that_is_mostly_unknown_gives_way_to_seeded_ids(model):
     inputs = make_inputs(model, model.config, Words(unknown=True))
     assert inputs.to_dict()["kind"] == "ids"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("words", [Words(size=99), None])
+def test_a_decoder_reads_other_rows_in_each_sequence(words):
+    config = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    inputs = make_inputs(model, config, words, length=24)
+    rows = [batch["decoder_input_ids"][0].tolist() for batch in inputs.batches]
+    assert len(set(map(tuple, rows))) == 8 and all(len(set(row)) > 8 and row[0] == 0 for row in rows)
+    for batch, row in zip(inputs.batches, rows, strict=True):
+        assert row[1:] == batch["input_ids"][0, :-1].tolist()
 
 
 @pytest.mark.core

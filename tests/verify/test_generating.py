@@ -206,6 +206,10 @@ def test_the_originals_own_error_widens_the_resolution() -> None:
     pair = made([2], [[2, 3]], [[12.9, 12.0]])
     found, _ = judge_generation([pair], [made([3])], lambda *_: logits, torch.bfloat16)
     assert found.divergences[0].tie
+    # So it is where the others are exact.
+    many = made([2], [[2, 3, *range(4, 24)]], [[12.9, 12.0, *[0.0] * 20]])
+    found, _ = judge_generation([many], [made([3])], lambda *_: logits, torch.bfloat16)
+    assert found.divergences[0].resolution == pytest.approx(0.5, rel=1e-5)
     # The same error in every logit is none.
     shifted = made([2], [[2, 3, 4, 5]], [[13.4, 13.0, 1.0, 1.0]])
     found, failures = judge_generation([shifted], [made([3])], lambda *_: logits, torch.bfloat16)

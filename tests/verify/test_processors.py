@@ -190,6 +190,20 @@ def test_a_processor_that_makes_nothing_for_the_model_is_told() -> None:
     assert loaded.fault == "it makes nothing that the model reads"
 
 
+def test_a_processor_that_fails_is_told() -> None:
+    class Broken:
+        model_input_names = ("pixel_values",)
+
+        def __call__(self, **_):
+            raise ValueError("no such size")
+
+    _, model = vit()
+    inputs = make_inputs(model.eval(), model.config, processor=Processor(Broken()))
+    assert inputs.description == (
+        "8 seeded image inputs of shape 1 x 3 x 16 x 16; the checkpoint's Broken is not used: no such size"
+    )
+
+
 def test_pictures_and_sounds_repeat_and_differ() -> None:
     assert picture(0).shape == (192, 256, 3) and picture(0).dtype == np.uint8
     assert np.array_equal(picture(3), picture(3)) and not np.array_equal(picture(3), picture(4))

@@ -103,6 +103,19 @@ def test_what_cannot_be_cut_runs_one_by_one(make) -> None:
 
 
 @pytest.mark.core
+def test_what_has_one_row_however_many_sequences_there_are_is_not_cut() -> None:
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(90, 8)
+
+        def forward(self, input_ids):
+            return {"logits": self.table(input_ids), "table": self.table.weight[None]}
+
+    assert make_inputs(Same(), None, length=24, stacked=True).positional is None
+
+
+@pytest.mark.core
 def test_nothing_is_stacked_unless_asked_for() -> None:
     model = llama()
     assert make_inputs(model, model.config, length=24).positional is None
