@@ -41,6 +41,7 @@ class Criterion:
         identical_bf16: least fraction of bit-identical elements of a bfloat16 result. The fraction that may differ
             grows as results are smaller than the terms whose difference they are (see `NormMeter`).
         identical_fp16: the same for a float16 result.
+        chance: elements that differ are laid to chance where it gives as many at least this often.
         min_sequences: sequences that the interval needs.
         min_outputs: numbers in the compared outputs that the ratio needs to judge.
         bootstrap: resamplings behind the interval.

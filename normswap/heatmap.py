@@ -140,7 +140,7 @@ def _cell(norm: NormFigures, x: float, y: float, width: float) -> Iterator[str]:
     words = f"{norm.name}: {number(norm.max_ulp)}{state}"
     yield f'<g class="cell {kind}"><title>{escape(words)}</title>'
     yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_ROW - 2}"/>'
-    yield f'<text x="{x + width / 2:.1f}" y="{y + 13.5:.1f}" text-anchor="middle">{_digits(norm)}</text></g>'
+    yield f'<text x="{x + width / 2:.1f}" y="{y + 13.5:.1f}" text-anchor="middle">{escape(_digits(norm))}</text></g>'
     if norm.passed is False:
         yield (
             f'<path class="failed" d="M{x + 1:.1f} {y + 1:.1f}h{width - 2:.1f}v{_ROW - 4}h{2 - width:.1f}z"/>'
@@ -149,7 +149,7 @@ def _cell(norm: NormFigures, x: float, y: float, width: float) -> Iterator[str]:
 
 
 def _digits(norm: NormFigures) -> str:
-    """Write a figure in two letters: rounded up, so that nothing looks smaller than it is."""
+    """Write a figure in two letters: rounded up, so that nothing looks smaller than it is; ``>`` is more than 99."""
     value = norm.max_ulp
     if value is None:
         return "-"
@@ -157,7 +157,7 @@ def _digits(norm: NormFigures) -> str:
         return "N"
     if 0 < value < 1:
         return f".{min(9, math.ceil(value * 10))}"
-    return str(math.ceil(value)) if value < 100 else "∞"
+    return str(math.ceil(value)) if value <= 99 else ">"
 
 
 def _legend() -> Iterator[str]:

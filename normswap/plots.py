@@ -19,7 +19,7 @@ __all__ = ["histogram_plot", "histogram_rows", "layer_plot"]
 _WIDTH = 960.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 20.0, 56.0, 46.0
 # Height of the drawing between the axes, and of the bands for what has no place on a logarithmic one.
-_PLOT, _BAND = 250.0, 22.0
+_PLOT, _BAND = 250.0, 32.0
 # From so many layers on the points are drawn small, and not every layer has its number.
 _MANY, _LABELS = 48, 32
 
@@ -31,11 +31,12 @@ class _Series:
     value: Callable[[LayerFigures], float | None]
 
 
-_SERIES = (
-    _Series("original", "original as served, from the reference", lambda layer: layer.error_original),
-    _Series("converted", "converted as served, from the reference", lambda layer: layer.error_converted),
-    _Series("exact", "both in float32, from each other", lambda layer: layer.error_exact),
-)
+def _series(report: ParityReport) -> tuple[_Series, ...]:
+    return (
+        _Series("original", "original as served, from the reference", lambda layer: layer.error_original),
+        _Series("converted", "converted as served, from the reference", lambda layer: layer.error_converted),
+        _Series("exact", f"both in {report.exact.dtype}, from each other", lambda layer: layer.error_exact),
+    )
 
 
 def layer_plot(report: ParityReport, key: str = "layers") -> str:
@@ -48,8 +49,8 @@ def layer_plot(report: ParityReport, key: str = "layers") -> str:
         report: with at least one layer.
         key: no other drawing of the document has it.
     """
-    layers = report.layers
-    values = [value for series in _SERIES for layer in layers if (value := series.value(layer)) is not None]
+    layers, every = report.layers, _series(report)
+    values = [value for series in every for layer in layers if (value := series.value(layer)) is not None]
     scale = _Scale.of(values)
     step = (_WIDTH - _LEFT - _RIGHT - 24) / max(1, len(layers) - 1)
     places = [_LEFT + 12 + step * at for at in range(len(layers))]
@@ -57,11 +58,11 @@ def layer_plot(report: ParityReport, key: str = "layers") -> str:
         places = [(_LEFT + _WIDTH - _RIGHT) / 2]
     parts = [*_axis(scale), *_ticks(layers, places, scale.bottom)]
     parts += _departing(report, places, scale.bottom)
-    for series in _SERIES:
+    for series in every:
         parts += _drawn(series, layers, places, scale, small=len(layers) > _MANY)
-    parts += _legend(values_of=lambda series: any(series.value(layer) is not None for layer in layers))
+    parts += _legend([series for series in every if any(series.value(layer) is not None for layer in layers)])
     where = "No layer departs." if report.departs is None else f"The first that departs is {report.departs}."
-    text = f"{len(layers)} layers. {' '.join(_ends(series, layers) for series in _SERIES)} {where}"
+    text = f"{len(layers)} layers. {' '.join(_ends(series, layers) for series in every)} {where}"
     return svg(key, "Relative error after each layer", text, (_WIDTH, scale.bottom + _BOTTOM), parts)
 
 
@@ -109,7 +110,7 @@ def _axis(scale: _Scale) -> Iterator[str]:
     every = 1 if span <= 10 else math.ceil(span / 10)
     marks = [(f"1e{exponent}", scale.height(10.0**exponent)) for exponent in range(scale.low, scale.high + 1, every)]
     marks += [("0", scale.height(0.0))] if scale.zeros else []
-    marks += [("no number", scale.height(math.nan))] if scale.broken else []
+    marks += [("NaN, inf", scale.height(math.nan))] if scale.broken else []
     for words, y in marks:
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{words}</text>'
@@ -175,14 +176,13 @@ def _mark(kind: str, x: float, y: float, size: float, words: str = "") -> str:
     return f'<path d="M{x:.1f} {y - size * 1.4:.1f}l{far} {far}l-{far} {far}l-{far} -{far}z">{title}</path>'
 
 
-def _legend(values_of: Callable[[_Series], bool]) -> Iterator[str]:
+def _legend(drawn: Sequence[_Series]) -> Iterator[str]:
     x = _LEFT
-    for series in _SERIES:
-        if values_of(series):
-            yield f'<path class="line {series.kind}" d="M{x:.1f} 14h30"/>'
-            yield f'<g class="mark {series.kind}">{_mark(series.kind, x + 15, 14, 3.4)}</g>'
-            yield f'<text class="label" x="{x + 36:.1f}" y="18">{escape(series.words)}</text>'
-            x += 64 + 6.4 * len(series.words)
+    for series in drawn:
+        yield f'<path class="line {series.kind}" d="M{x:.1f} 14h30"/>'
+        yield f'<g class="mark {series.kind}">{_mark(series.kind, x + 15, 14, 3.4)}</g>'
+        yield f'<text class="label" x="{x + 36:.1f}" y="18">{escape(series.words)}</text>'
+        x += 64 + 6.4 * len(series.words)
 
 
 def _share(fraction: float) -> str:
@@ -197,7 +197,7 @@ def histogram_rows(report: ParityReport) -> list[tuple[str, list[int]]]:
     every = [sum(norm.histogram[at] for norm in counted if at < len(norm.histogram)) for at in range(len(BINS))]
     rows = [(f"all {len(counted)} norms", every)]
     worst = next((norm for norm in worst_norms(report, len(report.norms)) if norm.histogram), None)
-    if worst is not None and len(counted) > 1:
+    if worst is not None and len(counted) > 1 and any(worst.histogram[1:]):
         rows.append((f"the worst, {worst.name}", worst.histogram))
     return rows
 

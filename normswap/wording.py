@@ -139,14 +139,20 @@ def quiet_line(report: ParityReport) -> str:
 def _shares(report: ParityReport) -> Iterator[tuple[float, str]]:
     """Yield how much of its bound each figure uses, with the figure in words."""
     bounds, served = report.criterion, report.logits
-    low, _ = served.ratio_interval or (None, None)
-    kl_low, _ = served.kl_ratio_interval or (None, None)
+    if served.ratio_explained is None:
+        low, _ = served.ratio_interval or (None, None)
+        kl_low, _ = served.kl_ratio_interval or (None, None)
+        ratios = [
+            ("served: ratio of errors", served.ratio, bounds.ratio_max),
+            ("served: its interval from", low, bounds.ratio_interval_low),
+            ("served: ratio of KL", served.kl_ratio, bounds.ratio_max),
+            ("served: its interval from", kl_low, bounds.ratio_interval_low),
+        ]
+    else:
+        ratios = [("served: error over what rounding explains", served.ratio_explained, bounds.ratio_max)]
     figures = [
         ("exact: error", report.exact.error, report.exact.bound),
-        ("served: ratio of errors", served.ratio, bounds.ratio_max),
-        ("served: its interval from", low, bounds.ratio_interval_low),
-        ("served: ratio of KL", served.kl_ratio, bounds.ratio_max),
-        ("served: its interval from", kl_low, bounds.ratio_interval_low),
+        *ratios,
         *((f"folds: error of {pair.norm}", pair.error, pair.bound) for pair in report.pairs),
     ]
     for words, value, bound in figures:

@@ -18,7 +18,7 @@ from normswap.evidence import (
 )
 from normswap.figures import Control, Criterion, Exact, LostGain, NormFigures, ParityReport, Served
 
-__all__ = ["EXAMPLES", "HOSTILE", "big", "failing", "hostile", "inconclusive", "minimal", "passing"]
+__all__ = ["EXAMPLES", "HOSTILE", "big", "failing", "hostile", "inconclusive", "minimal", "passing", "stacks"]
 
 # Markup, a terminal's escape, a table's and a code span's ends, and the end of a comment.
 HOSTILE = '<script>alert(\'1\')</script>"x" onload="y" | ` \x1b[31m --> &amp; \u202e'
@@ -292,6 +292,31 @@ def big() -> ParityReport:
     )
 
 
+def stacks() -> ParityReport:
+    """An encoder and a decoder, errors of zero and one that is no number, a norm more than 99 units off."""
+    good = passing()
+    parts = ("model.encoder", "model.decoder")
+    layers = [*_layers(12, stack="model.encoder.layers"), *_layers(12, departs=8, stack="model.decoder.layers")]
+    layers[3] = replace(layers[3], error_exact=0.0, error_converted=math.nan, departs=True)
+    norms = [
+        _norm(f"{part}.layers.{index}.{kind}", index % 5 / 2, passed=index % 5 < 3)
+        for part in parts
+        for index in range(12)
+        for kind in ("self_attn_layer_norm", "final_layer_norm")
+    ]
+    norms += [_norm(f"{parts[0]}.layer_norm"), _norm(f"{parts[1]}.layer_norm", 150.0, passed=False)]
+    return replace(
+        good,
+        failures=["exact: error 0.03 above 1e-05", "norms: model.decoder.layer_norm: max_ulp 150 above 1"],
+        exact=replace(good.exact, error=0.03, dtype="float64", error_original=2e-5),
+        norms=norms,
+        layers=layers,
+        departs="model.encoder.layers.3",
+        tensors=None,
+        pairs=[],
+    )
+
+
 def hostile() -> ParityReport:
     """Names and texts that are written to break what they are put into."""
     bad = failing()
@@ -334,5 +359,6 @@ EXAMPLES = {
     "inconclusive": inconclusive,
     "minimal": minimal,
     "big": big,
+    "stacks": stacks,
     "hostile": hostile,
 }

@@ -158,7 +158,7 @@ def test_marks_stand_where_the_figures_are() -> None:
     boxes = [float(y) for y in re.findall(r'<rect x="[\d.]+" y="([\d.]+)" [^>]+><title>m', text)]
     assert circles[1] - circles[0] == pytest.approx(circles[2] - circles[1], abs=0.2)
     assert boxes[0] < circles[0] and boxes[1] < boxes[0] and abs(boxes[2] - circles[2]) < 5
-    assert ">no number<" in text and ">0</text>" in text
+    assert ">NaN, inf<" in text and ">0</text>" in text
     # The line of the exact error ends where there is no figure.
     assert re.search(r'class="line exact" d="M[\d. ]+L[\d. ]+"', text)
 
@@ -198,6 +198,7 @@ def test_a_norm_beyond_its_bound_is_told_by_more_than_its_colour() -> None:
     assert "model.layers.4.input_layernorm: 24, beyond its bound" in map_
     assert "model.layers.4.post_attention_layernorm" in read("fail").all("desc")[1]["text"]
     assert ">24</text>" in map_ and ">N</text>" in map_
+    assert ">&gt;</text>" in page("stacks")
     assert ">-</text>" in page("big") and "not reached</title>" in page("big")
 
 

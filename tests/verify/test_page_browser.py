@@ -115,9 +115,10 @@ def test_the_log_tells_what_goes_wrong(browse: Run, tmp_path: Path) -> None:
         ("hostile", 360),
         ("fail", 900),
         ("hostile", 1400),
+        ("stacks", 900),
         *(
             pytest.param(name, width, marks=pytest.mark.slow)
-            for name in ("pass", "fail", "inconclusive", "big", "hostile")
+            for name in ("pass", "fail", "inconclusive", "big", "stacks", "hostile")
             for width in (320, 360, 600, 900, 1400)
         ),
     ],

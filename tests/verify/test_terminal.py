@@ -92,6 +92,17 @@ def test_quiet_names_the_first_failure_and_counts_the_rest() -> None:
     assert render(near, quiet=True) == "PASS  exact: error 9.9e-06 <= 1e-05"
 
 
+def test_what_rounding_the_weights_explains_takes_the_place_of_the_ratio() -> None:
+    served = replace(passing().logits, ratio=1.4, ratio_interval=(1.3, 1.5), error_weights=0.011, ratio_explained=1.02)
+    report = replace(passing(), logits=served)
+    lines = render(report, verbose=True).splitlines()
+    (ratio,) = (line for line in lines if "error, converted / original" in line)
+    (explained,) = (line for line in lines if "over what rounding explains" in line)
+    assert ratio.endswith("1.4") and re.search(r"1\.02 +<= 1\.25$", explained)
+    assert any("of rounding the stored weights alone" in line and "0.011" in line for line in lines)
+    assert render(report, quiet=True) == "PASS  served: error over what rounding explains 1.02 <= 1.25"
+
+
 def test_names_cannot_reach_the_terminal() -> None:
     text = render(hostile(), verbose=True)
     assert "\x1b" not in text and "\u202e" not in text
