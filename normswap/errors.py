@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,7 +52,15 @@ class BackendError(NormswapError):
 
 
 class NothingToPatchError(NormswapError):
-    """No norm of the model could be (or was selected to be) swapped."""
+    """No norm of the model could be (or was selected to be) swapped.
+
+    Attributes:
+        reasons: norm to the reason why its gain cannot be folded, where that was asked for; else empty.
+    """
+
+    def __init__(self, message: str = "", reasons: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.reasons = dict(reasons or {})
 
 
 class RangeLost(NormswapError):

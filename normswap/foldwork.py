@@ -195,7 +195,8 @@ def prepare_folds(
     folds = leave(folds, unstorable(model, folds, stored, read, heads=untying.keys))
     if not folds.folds:
         raise NothingToPatchError(
-            f"no gain of {source.name} can be folded, so nothing was written: {_none_folded(folds)}"
+            f"no gain of {source.name} can be folded, so nothing was written: {_none_folded(folds)}",
+            {fold.name: fold.reason for fold in folds.refusals},
         )
     if config is not None and not folds.unties:
         raise ModelError(f"the head of {source.name} cannot be untied: {_first_untied_reason(folds)}")

@@ -80,7 +80,9 @@ def prepare(before: Side, folds: FoldPlan, refused: dict[str, str] | None = None
     plan = make_plan(model) if folds.unties else before.plan
     try:
         work = prepare_folds(before.source, before.checkpoint, model, plan, folds=folds, asked=("*",), read=read)
-    except (NothingToPatchError, ModelError) as error:
+    except NothingToPatchError as error:
+        return Inferred(None, refused | {fold.name: error.reasons.get(fold.name, str(error)) for fold in folds.folds})
+    except ModelError as error:
         return Inferred(None, refused | {fold.name: str(error) for fold in folds.folds})
     done = {fold.name for fold in work.plan.folds}
     now = work.plan.by_name()

@@ -330,14 +330,21 @@ def test_integers_are_compared_by_their_bytes(llama: Path, tmp_path: Path) -> No
 
 
 def test_a_checkpoint_of_the_bare_model_has_other_names(tmp_path: Path) -> None:
-    model = tiny_bert()
-    whole = saved(model, tmp_path / "whole")
+    bare = saved(tiny_bert().bert, tmp_path / "bare")
 
-    def bare(tensors: Tensors) -> None:
-        for name in [name for name in tensors if name.startswith("bert.")]:
-            tensors[name.removeprefix("bert.")] = tensors.pop(name)
+    def prefix(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[f"bert.{name}"] = tensors.pop(name)
 
-    other = remade(whole, tmp_path / "bare", bare)
-    found = compared(whole, other)
-    assert not found.failures and found.figures.kind == "rearranged"
-    assert "tensors renamed" in (found.figures.files or "")
+    other = remade(bare, tmp_path / "other", prefix)
+    for one, two in ((bare, other), (other, bare)):
+        found = compared(one, two)
+        assert not found.failures and found.figures.kind == "rearranged"
+        assert found.figures.files == f"{len(tensors_of(bare))} tensors renamed"
+
+    def fault(tensors: Tensors) -> None:
+        prefix(tensors)
+        tensors["bert.encoder.layer.0.output.LayerNorm.weight"][5] *= 1.02
+
+    (failure,) = compared(bare, remade(bare, tmp_path / "fault", fault)).failures
+    assert "bert.encoder.layer.0.output.LayerNorm.weight differs in 1 of 32 values, channel 5, by 2%" in failure

@@ -18,6 +18,7 @@ from two_checkpoints import (
     product,
     remade,
     tensors_of,
+    tiny_gpt2,
     tiny_mixtral,
 )
 
@@ -196,26 +197,41 @@ def test_one_expert_that_was_not_scaled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("way", "dtype"), [("float64", torch.bfloat16), ("stored", torch.float32)])
 def test_layer_norms_whose_bias_is_moved(tmp_path: Path, way: str, dtype: torch.dtype) -> None:
-    source = saved(tiny_bert().to(dtype), tmp_path / "source")
-    norm, reader = "cls.predictions.transform.LayerNorm", "cls.predictions.decoder"
-    embedding, home = "bert.embeddings.word_embeddings.weight", "cls.predictions.bias"
+    source = saved(tiny_gpt2().to(dtype), tmp_path / "source")
+    norm, reader = "transformer.h.1.ln_1", "transformer.h.1.attn.c_attn"
 
     def change(tensors: Tensors, share: float = 1.0) -> None:
         gain, bias = tensors[f"{norm}.weight"], tensors[f"{norm}.bias"]
-        weight = tensors[embedding]
+        weight, home = tensors[f"{reader}.weight"], tensors[f"{reader}.bias"]
         if way == "float64":
-            moved = tensors[home].double() + share * (weight.double() @ bias.double())
+            moved = home.double() + share * (bias.double() @ weight.double())
         else:
-            moved = tensors[home] + share * (weight @ bias)
+            moved = home + share * (bias @ weight)
         tensors[f"{reader}.bias"] = moved.to(dtype)
-        tensors[f"{reader}.weight"] = PRODUCTS[way](weight, gain)
+        # A Conv1D has its inputs along the rows.
+        tensors[f"{reader}.weight"] = PRODUCTS[way](weight, gain[:, None])
         tensors[f"{norm}.weight"], tensors[f"{norm}.bias"] = torch.ones_like(gain), torch.zeros_like(bias)
 
-    other = remade(source, tmp_path / "moved", change, tie_word_embeddings=False)
-    hold_folded(compared(source, other), 1, 1)
-    wrong = remade(source, tmp_path / "wrong", lambda t: change(t, 0.97), tie_word_embeddings=False)
-    found = compared(source, wrong)
-    assert found.failures and all(failure.startswith("folds: ") and "bias" in failure for failure in found.failures)
+    hold_folded(compared(source, remade(source, tmp_path / "moved", change)), 1, 1)
+    found = compared(source, remade(source, tmp_path / "wrong", lambda t: change(t, 0.95)))
+    (failure,) = found.failures
+    assert failure.startswith(f"folds: {reader}.bias is not what folding gives in ") and norm in failure
+    assert [pair.passed for pair in found.pairs] == [False]
+
+
+def test_a_bias_that_is_kept_in_a_layer_norm(tmp_path: Path) -> None:
+    source = saved(tiny_gpt2(), tmp_path / "source")
+    norm, reader = "transformer.h.1.ln_1", "transformer.h.1.attn.c_attn"
+
+    def change(tensors: Tensors, divide: bool = True) -> None:
+        gain, bias = tensors[f"{norm}.weight"], tensors[f"{norm}.bias"]
+        tensors[f"{reader}.weight"] = product(tensors[f"{reader}.weight"], gain[:, None])
+        tensors[f"{norm}.weight"] = torch.ones_like(gain)
+        tensors[f"{norm}.bias"] = bias / gain if divide else bias
+
+    hold_folded(compared(source, remade(source, tmp_path / "kept", change)), 1, 1)
+    (failure,) = compared(source, remade(source, tmp_path / "wrong", lambda t: change(t, False))).failures
+    assert failure == f"folds: {norm}.bias was not scaled: it is the original's, though {norm} was folded"
 
 
 @pytest.mark.parametrize(

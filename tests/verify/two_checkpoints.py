@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import disturb_norms
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from normswap.checkpoint import read_manifest
 from normswap.comparing import Comparison, compare_checkpoints
@@ -129,3 +129,15 @@ def tiny_mixtral() -> MixtralForCausalLM:
         max_position_embeddings=64,
     )
     return disturb_norms(MixtralForCausalLM(config))
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Two layers, five LayerNorms with biases, weights of Conv1D."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    model: GPT2LMHeadModel = disturb_norms(GPT2LMHeadModel(config))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if ".ln_" in name:
+                value.add_(0.1 * torch.randn(value.shape))
+    return model
