@@ -57,7 +57,7 @@ def prompts_of(inputs: Inputs, tokens: int = 24) -> Inputs:
             decoder begins with its first token.
 
     Returns:
-        The beginnings of the sequences, in their order.
+        The beginnings of the sequences, in their order, without padding.
     """
 
     def cut(name: str, value: Any, decoder: bool) -> Any:
@@ -71,7 +71,7 @@ def prompts_of(inputs: Inputs, tokens: int = 24) -> Inputs:
         {name: cut(name, value, "decoder_input_ids" in batch) for name, value in batch.items() if name != "use_cache"}
         for batch in inputs.batches
     ]
-    return replace(inputs, batches=batches, length=min(tokens, inputs.length))
+    return replace(inputs, batches=batches, length=min(tokens, inputs.length), padded=[])
 
 
 def continuations(model: nn.Module, prompts: Inputs, tokens: int) -> list[Continuation]:

@@ -103,6 +103,18 @@ def test_prompts_are_beginnings_and_a_decoder_begins_with_its_first_token() -> N
 
 
 @pytest.mark.core
+def test_padded_batches_are_continued_from_their_sequences() -> None:
+    model = llama()
+    inputs = make_inputs(model, model.config, length=24, batch=4)
+    prompts = prompts_of(inputs, 14)
+    assert [one["input_ids"].shape[1] for one in prompts.batches] == [14, 14, 14, 12] * 2
+    assert {tuple(group.batch["input_ids"].shape) for group in prompts.groups()} == {(3, 14), (1, 12)}
+    found = continuations(model, prompts, 2)
+    for one, prompt in zip(found, prompts.batches, strict=True):
+        assert one.ids[0] == int(next_logits(model, prompt, []).argmax())
+
+
+@pytest.mark.core
 def test_what_the_generation_config_adds_has_no_part_and_stays() -> None:
     model = llama()
     prompts = prompts_of(make_inputs(model, model.config, sequences=2, length=20), 6)
