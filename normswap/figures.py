@@ -240,7 +240,7 @@ class NormFigures:
     worst_channel: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ParityReport:
     """What `measure` found, and the verdict.
 
@@ -317,6 +317,11 @@ class ParityReport:
         """Return the report as plain data that strict JSON can hold; a figure that is not finite is None."""
         data = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self), "criterion": self.criterion.to_dict()}
         return plain(data)
+
+    def __repr__(self) -> str:
+        from normswap.wording import quiet_line
+
+        return f"<{quiet_line(self)}>"
 
     def _repr_html_(self) -> str:
         """Show verdict, gates and layers in a notebook."""

@@ -19,6 +19,7 @@ from normswap.source import Source
 __all__ = [
     "everywhere",
     "gathered",
+    "how_many",
     "is_first",
     "launched",
     "load_parallel",
@@ -31,6 +32,11 @@ __all__ = [
 def launched() -> bool:
     """Return whether this process is one of several that were started together, as ``torchrun`` does."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def how_many() -> int:
+    """Return how many processes work together; 1 where there is one only."""
+    return torch.distributed.get_world_size() if launched() else 1
 
 
 def is_first() -> bool:

@@ -20,7 +20,7 @@ from normswap.measuring import Serving, measure_modules, measure_sources, refere
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
 from normswap.parity import Criterion, ParityReport
 from normswap.plan import Plan, make_plan
-from normswap.processes import launched
+from normswap.processes import how_many
 from normswap.sizes import parse_size
 from normswap.source import Source
 
@@ -147,6 +147,7 @@ def verify(
         tensors=None if found is None else found.figures,
         pairs=[] if found is None else found.pairs,
         backend=report.backend if swap else _OWN,
+        processes=how_many(),
         command=_command(checkpoint, against, serving, backend=backend, dtype=dtype, device=device, revision=revision,
                          max_memory=max_memory, trust_remote_code=trust_remote_code),
     )  # fmt: skip
@@ -174,10 +175,7 @@ def _measured(
 def _command(checkpoint: str | Path, against: str | Path | None, serving: Serving, **options: Any) -> str:
     """Write the command that measures this again."""
     words = ["normswap", "verify", str(checkpoint)]
-    if launched():
-        import torch.distributed
-
-        count = torch.distributed.get_world_size()
+    if (count := how_many()) > 1:
         words[:1] = ["torchrun", "--nproc-per-node", str(count), "-m", "normswap"]
     if against is not None:
         words += ["--against", str(against)]
