@@ -37,7 +37,9 @@ def to_markdown(report: ParityReport) -> str:
     Returns:
         Markdown under a heading of level 2, without HTML, ending in a newline.
     """
-    against = f" with {_code(report.against)}" if report.against else ""
+    other = report.against if report.against != report.checkpoint else ""
+    # A card is read elsewhere: of a folder on this machine its name is enough.
+    against = f" with {_code(Path(other).name if Path(other).is_absolute() else other)}" if other else ""
     version = f" {report.versions['normswap']}" if "normswap" in report.versions else ""
     lines = [
         f"## Parity{against}",

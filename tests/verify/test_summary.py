@@ -53,6 +53,19 @@ def test_no_name_is_markup() -> None:
     assert fence is not None and fence[1] not in text.split(f"{fence[1]}sh\n")[1].split(f"\n{fence[1]}\n")[0]
 
 
+@pytest.mark.parametrize(
+    ("against", "heading"),
+    [
+        ("owner/model", "## Parity with `owner/model`"),
+        ("/home/someone/model", "## Parity with `model`"),
+        ("./smollm2-folded", "## Parity"),
+        ("", "## Parity"),
+    ],
+)
+def test_the_heading_names_the_original_as_others_know_it(against: str, heading: str) -> None:
+    assert to_markdown(replace(passing(), against=against)).splitlines()[0] == heading
+
+
 def test_a_command_cannot_end_its_block() -> None:
     report = replace(passing(), command="normswap verify '```'")
     assert "\n````sh\nnormswap verify '```'\n````\n" in to_markdown(report)
