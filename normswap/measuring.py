@@ -23,6 +23,7 @@ from normswap.parity import Criterion, Dropped, NormUnderTest, ParityReport, mea
 from normswap.patching import apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
 from normswap.processes import launched, load_parallel
+from normswap.processors import Processor, load_processor
 from normswap.streamfold import fold_parallel_, fold_streamed_
 from normswap.undertest import OriginalNorms, norms_under_test
 from normswap.untying import untie_
@@ -97,7 +98,7 @@ def measure_sources(
     pair = _Sources(original, converted, plan_of, serving, folds, swap)
     exact = pair.load_exact if folds is not None or unrounded else None
     tokenizer = loading.load_tokenizer(original)
-    report = _measure(pair, original.config, tokenizer, serving, exact)
+    report = _measure(pair, original.config, serving, exact, tokenizer, load_processor(original))
     return replace(report, streamed=pair.streamed)
 
 
@@ -279,11 +280,16 @@ def measure_modules(
     """
     patched = any(True for _ in modules.fused_norms(converted))
     pair = _Modules(original, converted, serving, patched or converted is original or backend is not None, backend)
-    return _measure(pair, getattr(original, "config", None), None, serving)
+    return _measure(pair, getattr(original, "config", None), serving)
 
 
 def _measure(
-    pair: _Pair, config: object, tokenizer: object, serving: Serving, exact: _Loader | None = None
+    pair: _Pair,
+    config: object,
+    serving: Serving,
+    exact: _Loader | None = None,
+    tokenizer: object = None,
+    processor: Processor | None = None,
 ) -> ParityReport:
     if serving.progress is not None:
         serving.progress("choosing inputs", 0, 1)
@@ -291,7 +297,7 @@ def _measure(
         pair.load_original,
         pair.load_converted,
         pair.norms,
-        _inputs(pair, config, tokenizer, serving),
+        _inputs(pair, config, serving, tokenizer, processor),
         dtype=serving.dtype,
         device=serving.device,
         backend=serving.backend,
@@ -307,7 +313,7 @@ def _measure(
     )
 
 
-def _inputs(pair: _Pair, config: object, tokenizer: object, serving: Serving) -> Inputs:
+def _inputs(pair: _Pair, config: object, serving: Serving, tokenizer: object, processor: Processor | None) -> Inputs:
     # The arithmetic that the reference is run in first, so that the model is loaded once for both.
     dtype = serving.dtype if serving.dtype == torch.float32 else serving.reference or torch.float32
     try:
@@ -322,6 +328,7 @@ def _inputs(pair: _Pair, config: object, tokenizer: object, serving: Serving) ->
             stacked=serving.batch == 1,
             tokens=serving.tokens,
             batch=serving.batch,
+            processor=processor,
         )
     except ModelError as error:
         raise ModelError(f"{error}. Without a run nothing is measured; --no-verify goes on without") from error
