@@ -176,7 +176,7 @@ def verify_command(checkpoint: str, verbose: bool, quiet: bool, bounds: tuple[st
         from normswap import api, delivery, processes
 
         criterion = delivery.criterion_of(bounds)
-        with processes.together(options["device"] or "cpu"):
+        with processes.together(options["device"]):
             with _progress() as progress:
                 report = api.verify(checkpoint, progress=progress, criterion=criterion, **options)
             steps: list[Callable[[], object]] = [lambda: _show(report, verbose=verbose, quiet=quiet)]

@@ -56,14 +56,14 @@ def local_device(device: torch.device) -> torch.device:
 
 
 @contextlib.contextmanager
-def together(device: torch.device | str = "cpu") -> Iterator[None]:
+def together(device: torch.device | str | None = None) -> Iterator[None]:
     """Join the other processes for as long as the context lasts; nothing happens where there are none.
 
     What the processes but the first print goes nowhere. One that fails tells the reason on its own stderr; the others
     lose their connection to it, and end too.
 
     Args:
-        device: where the models run; settles what the processes talk by.
+        device: where the models run, which settles what the processes talk by; a GPU by default, where there is one.
 
     Raises:
         ModelError: this build of torch cannot, or the others do not answer.
@@ -73,7 +73,8 @@ def together(device: torch.device | str = "cpu") -> Iterator[None]:
         return
     if not torch.distributed.is_available():
         raise ModelError("several processes were started, and this build of torch lacks torch.distributed; start one")
-    here = local_device(torch.device(device))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    here = local_device(torch.device(default if device is None else device))
     mine = not torch.distributed.is_initialized()
     try:
         if here.type == "cuda":
