@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normswap import markup, tables
+from normswap.gatetable import gate_table
 from normswap.heatmap import heat_map
 from normswap.plots import histogram_plot, histogram_rows, layer_plot
-from normswap.wording import BINS, few_sequences, headline, pair_of_names
+from normswap.wording import BINS, few_sequences, headline, pair_of_names, percent
 
 if TYPE_CHECKING:
     from normswap.figures import ParityReport
@@ -63,7 +64,7 @@ def to_fragment(report: ParityReport) -> str:
     """
     # Several reports may stand in one notebook, and no two elements of a document may share a name.
     key = f"n{zlib.crc32(repr(report).encode('utf-8', 'replace')):08x}"
-    parts = [_verdict(report, "p"), markup.gate_rows(tables.gate_table(report, brief=True), "Gates")]
+    parts = [_verdict(report, "p"), markup.gate_rows(gate_table(report, brief=True), "Gates")]
     if report.layers:
         parts.append(markup.figure(layer_plot(report, f"{key}-layers"), "Relative error after each layer"))
     return f'<div class="normswap-report"><style>{_style("report.css")}</style>{"".join(parts)}</div>'
@@ -113,7 +114,7 @@ def _sections(report: ParityReport) -> Iterator[_Section]:
 
 
 def _gates(report: ParityReport) -> str:
-    return markup.gate_rows(tables.gate_table(report), "What each gate measured, and what it may be")
+    return markup.gate_rows(gate_table(report), "What each gate measured, and what it may be")
 
 
 def _compared(report: ParityReport) -> str:
@@ -208,7 +209,7 @@ def _generation(report: ParityReport) -> str:
 def _controls(report: ParityReport) -> str:
     power, parts = report.power, []
     if power.smallest is not None:
-        seen = f"{tables.percent(power.smallest, 4)} on every other channel of one gain"
+        seen = f"{percent(power.smallest, 4)} on every other channel of one gain"
         parts.append(f"<p>The smallest fault that the gate exact would have seen: {markup.escape(seen)}")
         parts.append(f" ({markup.escape(power.norm)}).</p>" if power.norm else ".</p>")
     faults = tables.fault_table(report)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from normswap import tables
 from normswap.figures import ParityReport
+from normswap.gatetable import gate_table
 from normswap.wording import clean, headline, pair_of_names, quiet_line, shorten, worst_norms
 
 __all__ = ["render", "shorten"]
@@ -47,7 +48,7 @@ def render(report: ParityReport, *, color: bool = False, verbose: bool = False, 
         lines += _wrap(names, " " * (len(word) + 2), width)
     for reasons in (report.failures, report.doubts):
         lines += _listed(reasons, len(reasons) if verbose else _REASONS, width)
-    gates = tables.gate_table(report, brief=not verbose)
+    gates = gate_table(report, brief=not verbose)
     lines += ["", *_table(gates, width), ""]
     for title, table in _sections(report, verbose):
         lines += [title, *_table(table, width), ""]

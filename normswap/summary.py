@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normswap import tables
 from normswap.errors import OutputError
+from normswap.gatetable import gate_table
 from normswap.syncing import sync
 from normswap.temporary import new_name
 from normswap.wording import clean, few_sequences, headline
@@ -52,7 +52,7 @@ def to_markdown(report: ParityReport) -> str:
         if len(reasons) > _REASONS:
             lines.append(f"- and {len(reasons) - _REASONS} more")
         lines += [""] if reasons else []
-    table = tables.gate_table(report, brief=True)
+    table = gate_table(report, brief=True)
     head = ["gate", "state", *table.head[2:]]
     lines += [_row(head), _row(["---"] * len(head))]
     lines += [_row([_text(cell) for cell in row]) for row in table.rows]
