@@ -135,7 +135,10 @@ def test_forwards_that_take_other_paths_wait_for_nobody(tmp_path: Path) -> None:
     model = load_streamed(source, dtype=torch.float32, small=0, unit_bytes=1)
     given = [{**batch, "use_cache": False} for batch in batches(6, length=1)]
     for (_, output), batch in zip(forwards(model, given, torch.float32, "cpu"), given, strict=True):
-        assert torch.equal(output.main, run(whole, batch, torch.float32, "cpu").main)
+        # The product of a matrix and one row depends on how the matrix lies in memory.
+        torch.testing.assert_close(output.main, run(whole, batch, torch.float32, "cpu").main, rtol=0, atol=1e-6)
+    stream = stream_of(model)
+    assert stream is not None and stream.loads >= len(stream.units)
 
 
 def test_calls_may_run_the_model_several_times_and_end_out_of_order(folder: Path) -> None:
