@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,8 +146,13 @@ class _Sources(_Pair):
         if launched():
             return _untied(load_parallel(source, dtype=dtype, device=device), untied)
         if needs_streaming(source, dtype, self.serving.budget):
-            self.streamed = True
-            return load_streamed(source, dtype=dtype, device=device, untied=untied)
+            try:
+                model = load_streamed(source, dtype=dtype, device=device, untied=untied)
+            except ModelError as reason:
+                warnings.warn(f"{reason}; trying that", stacklevel=2)
+            else:
+                self.streamed = True
+                return model
         return _untied(loading.load_model(source, dtype=dtype, device=device), untied)
 
     def load_original(self, dtype: torch.dtype) -> nn.Module:

@@ -14,6 +14,7 @@ from tiny_checkpoints import saved, tiny_bert, tiny_llama
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, MixtralConfig, MixtralForCausalLM
 
+import normswap
 from normswap.errors import CheckpointError, ModelError
 from normswap.folding import make_fold_plan
 from normswap.gains import fold_
@@ -257,3 +258,17 @@ def test_a_model_without_a_cache_is_not_asked_for_none(tmp_path: Path) -> None:
     source = resolve(saved(tiny_bert(), tmp_path))
     model, whole = load_streamed(source, dtype=torch.float32, small=0), load_model(source, dtype=torch.float32)
     check_forwards(model, whole, batches())
+
+
+def test_a_verification_says_the_same_layer_by_layer(tmp_path: Path) -> None:
+    original = saved(tiny_llama().to(torch.bfloat16), tmp_path / "original")
+    normswap.convert(original, tmp_path / "folded", fold=True, verify=False)
+    whole, streamed = (
+        normswap.verify(tmp_path / "folded", original, device="cpu", tokens=256, max_memory=memory).to_dict()
+        for memory in (None, 1000)
+    )
+    assert (whole["streamed"], streamed["streamed"]) == (False, True)
+    assert whole["verdict"] == streamed["verdict"] == "pass"
+    assert streamed["exact"]["error"] == pytest.approx(whole["exact"]["error"], rel=0.2)
+    assert streamed["logits"]["ratio"] == pytest.approx(whole["logits"]["ratio"], rel=0.05)
+    assert [norm["max_ulp"] for norm in streamed["norms"]] == [norm["max_ulp"] for norm in whole["norms"]]

@@ -218,7 +218,6 @@ def test_a_missing_tensor_is_told_and_nothing_random_takes_its_place(tmp_path: P
         load_streamed(resolve(folder), dtype=torch.float32)
 
 
-@pytest.mark.core
 def test_a_missing_pooler_is_as_random_as_in_a_whole_model(tmp_path: Path) -> None:
     from transformers import BertModel
 
