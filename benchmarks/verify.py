@@ -2,8 +2,9 @@
 
 A copy of a bfloat16 checkpoint is verified against it: the reference, both models
 in float32, both as served, the faults put in on purpose, and the tensors of both. Beside it, in the same process and in
-turn, one bfloat16 forward of the same tokens. Of each the least of some rounds counts. The memory is the most that the
-process has had above what its imports took, in the first verification; then the time of each step of the fastest one.
+turn, one bfloat16 forward of the same tokens. Of each the least of some rounds counts, by the clock; the seconds of the
+processor stand beside, which a busy machine counts little. The memory is the most that the process has had above what
+its imports took, in the first verification. The steps are those of the fastest one.
 
     python benchmarks/verify.py [--model FOLDER] [--tokens N] [--rounds N] [--threads N] [--json FILE]
 """
@@ -19,7 +20,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Else kernels.py, which lies beside this file, is taken for the package of that name.
 sys.path.remove(str(Path(__file__).resolve().parent))
@@ -52,23 +53,40 @@ class Steps:
         self._name, self._since = name, now
 
 
-def verify(checkpoint: Path, against: Path, tokens: int) -> tuple[float, dict[str, float], ParityReport]:
-    """Verify once; returns the seconds, those of each step, and the report."""
-    steps, begin = Steps(), time.perf_counter()
+class Seconds(NamedTuple):
+    """What something took, by the clock and of the processor."""
+
+    clock: float
+    cpu: float
+
+
+def since(begin: Seconds) -> Seconds:
+    """Return what has passed."""
+    return Seconds(time.perf_counter() - begin.clock, time.process_time() - begin.cpu)
+
+
+def now() -> Seconds:
+    """Begin to count."""
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def verify(checkpoint: Path, against: Path, tokens: int) -> tuple[Seconds, dict[str, float], ParityReport]:
+    """Verify once; returns the seconds, those of each step by the clock, and the report."""
+    steps, begin = Steps(), now()
     report = normswap.verify(checkpoint, against=against, dtype="bfloat16", tokens=tokens, progress=steps)
-    seconds = time.perf_counter() - begin
+    seconds = since(begin)
     steps("", 0, 0)
     return seconds, steps.seconds, report
 
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, sequences: int, length: int) -> float:
+def forward(model: PreTrainedModel, sequences: int, length: int) -> Seconds:
     """Run one forward of seeded tokens ``(sequences, length)``; returns the seconds."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, model.config.vocab_size, (sequences, length), generator=generator)
-    begin = time.perf_counter()
+    begin = now()
     model(input_ids=ids, use_cache=False)
-    return time.perf_counter() - begin
+    return since(begin)
 
 
 def peak() -> int:
@@ -92,17 +110,22 @@ def measure(source: Path, copy: Path, tokens: int, rounds: int) -> dict[str, Any
         whole.append(forward(model, 1, shape[0] * shape[1]))
         if number:
             runs.append(verify(copy, source, tokens))
-    seconds, steps, _ = min(runs, key=lambda run: run[0])
+    seconds, steps, _ = min(runs, key=lambda run: run[0].clock)
+    cpu, forward_cpu = min(run[0].cpu for run in runs), min(one.cpu for one in forwards)
+    least = min(one.clock for one in forwards)
     return {
         "verdict": report.verdict,
         "tokens": shape[0] * shape[1],
         "sequences": shape[0],
-        "seconds": seconds,
-        "seconds_in_each_round": [run[0] for run in runs],
-        "forward": min(forwards),
-        "forward_in_each_round": forwards,
-        "forward_of_one_row": min(whole),
-        "of_forward": seconds / min(forwards),
+        "seconds": seconds.clock,
+        "seconds_in_each_round": [run[0].clock for run in runs],
+        "cpu": cpu,
+        "forward": least,
+        "forward_in_each_round": [one.clock for one in forwards],
+        "forward_cpu": forward_cpu,
+        "forward_of_one_row": min(one.clock for one in whole),
+        "of_forward": seconds.clock / least,
+        "of_forward_cpu": cpu / forward_cpu,
         "steps": steps,
         "peak": memory,
         "weights": sum(file.stat().st_size for file in source.glob("*.safetensors")),
@@ -117,6 +140,8 @@ def show(found: dict[str, Any]) -> None:
         print(f"{name:40}{seconds:9.2f}{seconds / found['forward']:14.2f}")
     print(f"{'verification':40}{found['seconds']:9.2f}{found['of_forward']:14.2f}")
     print(f"{'forward, as many sequences':40}{found['forward']:9.2f}{1:14.2f}")
+    print(f"{'processor: verification':40}{found['cpu']:9.2f}{found['of_forward_cpu']:14.2f}")
+    print(f"{'processor: forward':40}{found['forward_cpu']:9.2f}{1:14.2f}")
     one = found["forward_of_one_row"]
     print(f"{'forward, all tokens in one':40}{one:9.2f}{one / found['forward']:14.2f}")
     print(

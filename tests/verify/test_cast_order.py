@@ -12,14 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
-from test_catches import named
+from test_catches import families, named
 from tiny_families import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import normswap
 
-QUICK = ("llama", "gemma2")
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+EACH = families(quick=("llama", "gemma2"))
 
 
 @pytest.mark.parametrize("family", EACH)

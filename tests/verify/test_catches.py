@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import broken_checkpoints as broken
 import pytest
@@ -21,8 +22,13 @@ FAULTS: dict[str, Fault] = {
     "eps 1e-5 read as 1e-6": broken.eps_smaller,
     "two layers' norms exchanged": broken.norms_exchanged,
 }
-MEAN_MATTERS = [name for name, family in FAMILIES.items() if not family.centred]
-OF_EXPERTS = [name for name, family in FAMILIES.items() if family.readers]
+QUICK = ("llama",)
+
+
+def families(of: Callable[[Family], bool] = lambda family: True, quick: tuple[str, ...] = QUICK) -> list[Any]:
+    """Return names of families; those that are not `quick` are tried by the slow tests."""
+    names = [name for name, family in FAMILIES.items() if of(family)]
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def named(report: ParityReport) -> set[str]:
@@ -61,30 +67,30 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_norm_is_caught(fault: str, family: str, sound: Callable[..., Path], tmp_path: Path) -> None:
     hold_caught(FAULTS[fault](FAMILIES[family], sound(family), tmp_path / "faulty"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(quick=("gpt2",)))
 def test_a_head_left_tied_is_caught(family: str, sound: Callable[..., Path], tmp_path: Path) -> None:
     tied = sound(family, tie_word_embeddings=True)
     hold_caught(broken.head_left_tied(FAMILIES[family], tied, tmp_path / "faulty"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(quick=("t5",)))
 def test_a_shard_of_another_checkpoint_is_caught(family: str, sound: Callable[..., Path], tmp_path: Path) -> None:
     ours, theirs = (sound(family, seed, shard=broken.SHARD) for seed in (0, 1))
     hold_caught(broken.foreign_shard(FAMILIES[family], ours, theirs, tmp_path / "faulty"))
 
 
-@pytest.mark.parametrize("family", OF_EXPERTS)
+@pytest.mark.parametrize("family", families(lambda family: family.readers is not None, ("mixtral",)))
 def test_an_expert_that_was_not_scaled_is_caught(family: str, sound: Callable[..., Path], tmp_path: Path) -> None:
     hold_caught(broken.expert_not_scaled(FAMILIES[family], sound(family), tmp_path / "faulty"))
 
 
-@pytest.mark.parametrize("family", MEAN_MATTERS)
+@pytest.mark.parametrize("family", families(lambda family: not family.centred))
 def test_centred_embeddings_under_norms_that_keep_the_mean_are_caught(
     family: str, sound: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -8,14 +8,15 @@ import pytest
 import right_conversions as right
 import torch
 from right_conversions import Conversion
+from test_catches import families
 from tiny_families import FAMILIES
 
 import normswap
 from normswap import ParityReport
 
-QUICK = ("llama", "gpt2")
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-BY_HAND = [entry for entry in EACH if right.made_by_hand(str(entry.values[0]))]
+EACH = families()
+FOLDED = families(quick=("llama", "gpt2"))
+BY_HAND = [entry for entry in families(quick=("gpt2", "mixtral")) if right.made_by_hand(str(entry.values[0]))]
 
 
 def hold_passed(checkpoint: Path, against: Path | None) -> ParityReport:
@@ -48,7 +49,7 @@ def test_a_copy_is_the_same_to_the_last_bit(family: str, tmp_path: Path) -> None
     assert report.departs is None
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", FOLDED)
 def test_a_fold_passes_with_its_record(family: str, tmp_path: Path) -> None:
     report = hold_passed(*converted(right.folded, family, tmp_path))
     assert report.tensors is not None
@@ -56,7 +57,7 @@ def test_a_fold_passes_with_its_record(family: str, tmp_path: Path) -> None:
     assert report.tensors.unexplained == report.tensors.altered == []
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", FOLDED)
 def test_a_fold_passes_without_its_record(family: str, tmp_path: Path) -> None:
     report = hold_passed(*converted(right.folded_unrecorded, family, tmp_path))
     assert report.tensors is not None
