@@ -27,7 +27,6 @@ __all__ = [
     "check_source",
     "hash_weights",
     "note_on_altered",
-    "notes_on_weights",
     "read_manifest",
     "write_checkpoint",
     "write_manifest",
@@ -43,31 +42,6 @@ def hash_weights(checkpoint: Checkpoint) -> dict[str, str]:
         CheckpointError: a file cannot be read.
     """
     return {name: hash_file(follow(checkpoint.path, name)) for name in checkpoint.files}
-
-
-def notes_on_weights(converted: Checkpoint, original: Checkpoint | None, manifest: dict[str, Any] | None) -> list[str]:
-    """Say where a converted checkpoint's weights differ by their bytes, for no inputs reach every tensor.
-
-    Args:
-        converted: the checkpoint under test.
-        original: what it is measured against; None where that is the same folder.
-        manifest: the manifest of `converted`, if it has one.
-
-    Returns:
-        A note for each difference: from the original, and from what the manifest records.
-    """
-    if original is None and manifest is None:
-        return []
-    hashes, notes = hash_weights(converted), []
-    folded = manifest is not None and bool(manifest.get("folds"))
-    if original is not None and not folded and set(hashes.values()) != set(hash_weights(original).values()):
-        notes.append(
-            "the two checkpoints' weights are not byte-identical; tensors that the inputs do not reach were not "
-            "compared"
-        )
-    if manifest is not None:
-        notes += note_on_altered(altered_files(hashes, manifest))
-    return notes
 
 
 def altered_files(hashes: dict[str, str], manifest: dict[str, Any]) -> list[str]:

@@ -137,7 +137,9 @@ def verify(
         found = compare_checkpoints(original, other, converted, files, manifest=manifest, progress=progress)
     swap = manifest is not None or against is None or backend != "auto"
     report = _measured(original, converted, manifest, serving, found, swap)
-    notes = [*report.notes, *(found.notes if found is not None else ckpt.notes_on_weights(files, None, manifest))]
+    notes = [*report.notes, *(found.notes if found is not None else [])]
+    if found is None and manifest is not None:
+        notes += ckpt.note_on_altered(ckpt.altered_files(ckpt.hash_weights(files), manifest))
     return replace(
         report,
         failures=[*(found.failures if found is not None else []), *report.failures],
