@@ -163,6 +163,7 @@ class Served:
         ratio_interval_tokens: the 95% bootstrap interval of `ratio` over blocks of tokens.
         kl_ratio: root of ``kl_converted / kl_original``: a divergence grows with the square of an error.
         kl_ratio_interval: its 95% bootstrap interval over sequences.
+        kl_ratio_interval_tokens: the same over blocks of tokens.
         kl_interval: 95% bootstrap interval of `kl_converted` over blocks of tokens.
         kl_original_interval: the same of `kl_original`.
         top1_interval: the same of `top1_agreement`.
@@ -186,6 +187,7 @@ class Served:
     ratio_interval_tokens: tuple[float, float] | None = None
     kl_ratio: float | None = None
     kl_ratio_interval: tuple[float, float] | None = None
+    kl_ratio_interval_tokens: tuple[float, float] | None = None
     kl_interval: tuple[float, float] | None = None
     kl_original_interval: tuple[float, float] | None = None
     top1_interval: tuple[float, float] | None = None

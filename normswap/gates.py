@@ -228,7 +228,7 @@ def _judge_tokens(
     same_a, same_b = ([rows.same.double() for rows in side] for side in (original, converted))  # type: ignore[union-attr]
     sums_a, sums_b = ([float(kl.sum()) for kl in side] for side in (kl_a, kl_b))
     ratio, low, high = bootstrap_ratio(sums_b, sums_a, criterion.bootstrap)
-    interval = ratio_over_blocks(kl_b, kl_a, criterion.bootstrap) if few else (low, high)
+    blocks = ratio_over_blocks(kl_b, kl_a, criterion.bootstrap)
     means = {
         "kl_original": kl_a,
         "kl_converted": kl_b,
@@ -243,7 +243,9 @@ def _judge_tokens(
     }
     figures: dict[str, Any] = {name: float(torch.cat(values).mean()) for name, values in means.items()}
     figures |= {name: bootstrap_mean(values, criterion.bootstrap) for name, values in spreads.items()}
-    figures |= {"kl_ratio": ratio, "kl_ratio_interval": (low, high), "tokens": sum(len(kl) for kl in kl_b)}
+    figures |= {"kl_ratio": ratio, "kl_ratio_interval": (low, high), "kl_ratio_interval_tokens": blocks}
+    figures["tokens"] = sum(len(kl) for kl in kl_b)
+    interval = blocks if few else (low, high)
     return figures, _beyond("kl_ratio", "original has the reference's distributions", ratio, interval, criterion)
 
 
