@@ -124,7 +124,8 @@ def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list
         rows.append([words_lost, number(served.control.ratio, 4), f"> {bounds.ratio_max:g}"])
     if served.kl_ratio is not None:
         rows.append(["root of KL, converted / original", number(served.kl_ratio, 4), most])
-        rows.append(["its 95% interval", interval(served.kl_ratio_interval), "" if over_tokens else low])
+        judged = served.kl_ratio_interval_tokens if over_tokens else served.kl_ratio_interval
+        rows.append([words, interval(judged), low])
     if served.kl_converted is not None and not (brief and served.kl_ratio is not None):
         rows.append(["KL in nats a token", f"{number(served.kl_converted)} / {number(served.kl_original)}", ""])
     if served.top1_agreement is not None:

@@ -51,6 +51,7 @@ def token_table(report: ParityReport) -> Table:
         ["KL(reference, original), nats a token", number(served.kl_original, 4), interval(served.kl_original_interval)],
         ["KL(reference, converted), nats a token", number(served.kl_converted, 4), interval(served.kl_interval)],
         ["root of their ratio, over sequences", number(served.kl_ratio, 4), interval(served.kl_ratio_interval)],
+        ["root of their ratio, over tokens", number(served.kl_ratio, 4), interval(served.kl_ratio_interval_tokens)],
         [
             "top-1 agreement, original",
             percent(served.top1_agreement_original),
