@@ -26,8 +26,8 @@ __all__ = [
 FLOAT32_NOISE = 8
 
 _INTEGER = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-# Logits to compare at a time in float64: bounds the temporary memory to a few times 64 MiB.
-_CHUNK = 1 << 23
+# Numbers to compare at a time in float64: few enough for caches to hold, many enough that calls do not count.
+_CHUNK = 1 << 18
 # Logits beyond this are masks ("never this token"), not predictions: their difference says nothing.
 _MASKED = 1e30
 

@@ -12,8 +12,10 @@ from normswap.stats import Gap, bootstrap_ratio, masked_entries
 
 __all__ = ["Rows", "bootstrap_mean", "compare_rows", "in_blocks", "joined", "ratio_over_blocks"]
 
-# Numbers to compare at a time: bounds the temporary memory to a few times 32 MiB.
-_CHUNK = 1 << 22
+# Numbers to compare at a time: few enough for caches to hold, many enough that calls do not count.
+_CHUNK = 1 << 19
+# Up to so many numbers, float64 costs nothing that would be noticed.
+_FEW = 1 << 22
 # Beyond this a square may overflow float32.
 _LARGE = 1e15
 # Neighbouring tokens err alike: what is resampled is runs of so many.
@@ -65,7 +67,7 @@ def compare_rows(reference: torch.Tensor, other: torch.Tensor, *, logits: bool, 
     """
     width = reference.shape[-1] if reference.dim() else 1
     reference, other = reference.reshape(-1, max(width, 1)), other.reshape(-1, max(width, 1))
-    wide = wide or reference.numel() <= _CHUNK or reference.dtype == torch.float64
+    wide = wide or reference.numel() <= _FEW or reference.dtype == torch.float64
     step = max(1, _CHUNK // max(1, width))
     parts = [
         _compare(reference[start : start + step], other[start : start + step], logits, wide)
