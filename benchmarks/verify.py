@@ -72,11 +72,10 @@ def now() -> Seconds:
 
 def verify(checkpoint: Path, against: Path, tokens: int) -> tuple[Seconds, dict[str, float], ParityReport]:
     """Verify once; returns the seconds, those of each step by the clock, and the report."""
-    steps, begin = Steps(), now()
+    begin, steps = now(), Steps()
     report = normswap.verify(checkpoint, against=against, dtype="bfloat16", tokens=tokens, progress=steps)
-    seconds = since(begin)
     steps("", 0, 0)
-    return seconds, steps.seconds, report
+    return since(begin), steps.seconds, report
 
 
 @torch.no_grad()
