@@ -17,6 +17,8 @@ import normswap
 from normswap.folding import Tied
 
 Conversion = Callable[[str, Path, Path], Path]
+# Transformers 4 shares a bias of the one's head too, and vLLM loads the other only tied.
+KEPT_TIED = ("bert", "gemma2")
 
 
 def identical(family: str, source: Path, target: Path) -> Path:
@@ -30,8 +32,8 @@ def swapped(family: str, source: Path, target: Path) -> Path:
 
 
 def folded(family: str, source: Path, target: Path) -> Path:
-    """Convert with every gain folded that can be, heads untied where every supported transformers can."""
-    tied: Tied = "skip" if family == "bert" else "untie"
+    """Convert with every gain folded that can be, heads untied where that is not advised against."""
+    tied: Tied = "skip" if family in KEPT_TIED else "untie"
     return normswap.convert(source, target, fold=True, tied=tied, verify=False).out
 
 
