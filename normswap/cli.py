@@ -65,6 +65,7 @@ def _running(command: CommandT) -> CommandT:
         click.option("--dtype", type=_DTYPES, help="What the model is served in.  [the checkpoint's]"),
         click.option("--device", help="Where it runs, such as cpu or cuda:0.  [a GPU if there is one]"),
         click.option("--text", type=_TEXT, help="UTF-8 text to verify on.  [built-in prompts]"),
+        click.option("--tokens", type=click.IntRange(min=1), help="Tokens to measure on in all.  [2048]"),
         click.option("--json", "json_file", type=_FILE, help="Write the measurements there."),
         click.option("--report", "html_file", type=_FILE, help="Write them as an HTML page there."),
         click.option("--markdown", "markdown_file", type=_FILE, help="Write a summary for a model card there."),
@@ -150,7 +151,6 @@ def patch_command(model: str, out: Path, no_verify: bool, readme: bool, **option
 @click.argument("checkpoint")
 @click.option("--against", metavar="MODEL", help="The original.  [the source that the manifest names]")
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
-@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to measure on in all.  [2048]")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences that run as one, padded.  [1]")
 @click.option(
     "--generate", type=click.IntRange(min=0), default=0, metavar="N", help="Compare N tokens written greedily."

@@ -77,6 +77,7 @@ def convert(
     include: Patterns = None,
     exclude: Patterns = None,
     text: str | Path | None = None,
+    tokens: int | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -107,6 +108,7 @@ def convert(
         include: as for `patch`; only these norms are folded, too.
         exclude: as for `patch`; these norms are not folded, either.
         text: UTF-8 file to verify on, in place of the built-in prompts.
+        tokens: how many tokens to verify on in all; 2048 by default, where the model reads text.
         overwrite: replace a checkpoint that is at `out`.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run code that the checkpoint brings along.
@@ -144,7 +146,7 @@ def convert(
     source = open_source(model, revision=revision, trust_remote_code=trust_remote_code)
     checkpoint = check_weights(source)
     ckpt.check_output(out, source.path, overwrite)
-    serving = opening.serving(backend, dtype, device, source, text, criterion, progress)
+    serving = opening.serving(backend, dtype, device, source, text, criterion, progress, tokens=tokens)
     meta = loading.build_meta(source)
     plan = make_plan(meta, include=include, exclude=exclude)
     plan.require_swaps()

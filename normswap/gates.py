@@ -170,7 +170,7 @@ def with_weights(original: Sequence[Rows], weights: Sequence[Rows]) -> list[Rows
 
 def judge_served(
     original: Sequence[Rows], converted: Sequence[Rows], numbers: int, criterion: Criterion
-) -> tuple[Served, list[str], list[str]]:
+) -> tuple[Served, list[str], list[str], list[str]]:
     """Judge the models as served by their distances from the reference.
 
     The divergences are held to the same bounds as the errors, by the root of their ratio: a divergence grows with the
@@ -184,9 +184,11 @@ def judge_served(
         criterion: the bounds.
 
     Returns:
-        The figures, the failures in words, and the notes.
+        The figures, the failures, the doubts and the notes, in words.
     """
-    failures, notes = [], []
+    failures: list[str] = []
+    doubts: list[str] = []
+    notes: list[str] = []
     sizes = [float(rows.size.sum()) for rows in original]
     errors_a, errors_b = ([float(rows.error.sum()) for rows in side] for side in (original, converted))
     ratio, low, high = bootstrap_ratio(errors_b, errors_a, criterion.bootstrap)
@@ -205,7 +207,8 @@ def judge_served(
         )
     else:
         interval = judged if few else (low, high)
-        failures += _beyond("ratio", "original equals the reference", ratio, interval, criterion)
+        failed, doubts = _beyond("ratio", "original equals the reference", ratio, interval, criterion)
+        failures += failed
     served = Served(
         error_original=relative(errors_a, sizes),
         error_converted=relative(errors_b, sizes),
@@ -214,16 +217,18 @@ def judge_served(
         max_abs=joined(converted).max_abs if converted else 0.0,
         ratio_interval_tokens=judged,
     )
-    figures, failed = _judge_tokens(original, converted, few, criterion)
-    return replace(served, **figures), failures + (failed if numbers >= criterion.min_outputs else []), notes
+    figures, failed, open_ = _judge_tokens(original, converted, few, criterion)
+    if numbers >= criterion.min_outputs:
+        failures, doubts = failures + failed, doubts + open_
+    return replace(served, **figures), failures, doubts, notes
 
 
 def _judge_tokens(
     original: Sequence[Rows], converted: Sequence[Rows], few: bool, criterion: Criterion
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Compare next-token distributions; nothing is found in outputs that are none."""
     if any(rows.kl is None or rows.same is None for rows in (*original, *converted)) or not original:
-        return {}, []
+        return {}, [], []
     kl_a, kl_b = ([rows.kl.clamp(min=0.0) for rows in side] for side in (original, converted))  # type: ignore[union-attr]
     same_a, same_b = ([rows.same.double() for rows in side] for side in (original, converted))  # type: ignore[union-attr]
     sums_a, sums_b = ([float(kl.sum()) for kl in side] for side in (kl_a, kl_b))
@@ -246,17 +251,27 @@ def _judge_tokens(
     figures |= {"kl_ratio": ratio, "kl_ratio_interval": (low, high), "kl_ratio_interval_tokens": blocks}
     figures["tokens"] = sum(len(kl) for kl in kl_b)
     interval = blocks if few else (low, high)
-    return figures, _beyond("kl_ratio", "original has the reference's distributions", ratio, interval, criterion)
+    equal = "original has the reference's distributions"
+    return figures, *_beyond("kl_ratio", equal, ratio, interval, criterion)
 
 
-def _beyond(name: str, equal: str, ratio: float, interval: tuple[float, float], criterion: Criterion) -> list[str]:
-    """Hold a ratio and its interval to the bounds; a NaN passes none."""
+def _beyond(
+    name: str, equal: str, ratio: float, interval: tuple[float, float], criterion: Criterion
+) -> tuple[list[str], list[str]]:
+    """Hold a ratio and its interval to the bounds; a NaN passes none.
+
+    Returns:
+        The failures, and the doubts: a ratio beyond its bound of which the interval says that it may be chance, as
+        where one token that goes to another expert outweighs all else.
+    """
     if math.isinf(ratio):
-        return [f"served: {name} is infinite: the {equal}, the converted model does not"]
-    failures = []
-    if not ratio <= criterion.ratio_max:
-        failures.append(f"served: {name} {ratio:.4g} above {criterion.ratio_max:g}")
+        return [f"served: {name} is infinite: the {equal}, the converted model does not"], []
     low, high = interval
+    told = f"served: {name} {ratio:.4g} above {criterion.ratio_max:g}"
+    if low <= 1 <= high and ratio > criterion.ratio_max:
+        words = f"{told}, but its interval [{low:.4g}, {high:.4g}] holds 1, so that chance may be all of it"
+        return [], [f"{words}; give more tokens (--tokens)"]
+    failures = [] if ratio <= criterion.ratio_max else [told]
     if not low <= criterion.ratio_interval_low:
         failures.append(f"served: {name}_interval [{low:.4g}, {high:.4g}] lies above {criterion.ratio_interval_low:g}")
-    return failures
+    return failures, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ __all__ = ["Layer", "Stream", "Sums", "judge_layers", "layers_of"]
 # What is kept of the reference's stream, in numbers: 64 Mi of float32 are 256 MiB.
 _KEPT = 1 << 26
 _FEWEST_ROWS = 4
+# Of a layer's error, what the layer before it has, if it is no error of its own.
+_INHERITED = 0.5
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,18 @@ def judge_layers(
                 name, layer.stack, layer.index, error_exact, error_original, error_converted, ratio, interval, departs
             )
         )
+    return _led_up_to(figures, bound)
+
+
+def _led_up_to(figures: list[LayerFigures], bound: float) -> list[LayerFigures]:
+    """Mark also the layers before the first that departs whose error in float32 it mostly inherits.
+
+    Where some channels outweigh all others, what goes wrong in one layer may pass the bound layers later.
+    """
+    at = next((place for place, figure in enumerate(figures) if (figure.error_exact or 0.0) > bound), 0)
+    while at and (before := figures[at - 1].error_exact) and before >= _INHERITED * (figures[at].error_exact or 0.0):
+        at -= 1
+        figures[at] = replace(figures[at], departs=True)
     return figures
 
 

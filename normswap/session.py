@@ -119,10 +119,13 @@ class Session:
         served = Served()
         if reference is not None:
             numbers = math.prod(self.output["shape"]) * self.inputs.sequences
-            served, failures, notes = judge_served(a.sequences, b.sequences, numbers, self.criterion)
-            if self.exact is not None and any("ratio" in failure for failure in failures):
-                served, failures = self.judge_with_weights(served, failures, a, b, numbers, reference, reference_dtype)
+            served, failures, doubts, notes = judge_served(a.sequences, b.sequences, numbers, self.criterion)
+            if self.exact is not None and any("ratio" in reason for reason in (*failures, *doubts)):
+                served, failures, doubts = self.judge_with_weights(
+                    served, failures, a, b, numbers, reference, reference_dtype
+                )
             self.failures += failures
+            self.doubts += doubts
             self.notes += notes
             control, notes = judge_lost(self.lost, [rows.gap for rows in a.sequences], self.criterion)
             served, self.notes = replace(served, control=control), self.notes + notes
@@ -154,14 +157,14 @@ class Session:
 
     def judge_with_weights(
         self, served: Served, failures: list[str], a: _Run, b: _Run, numbers: int, reference: str, dtype: torch.dtype
-    ) -> tuple[Served, list[str]]:
+    ) -> tuple[Served, list[str], list[str]]:
         """Judge once more, with what rounding the stored weights adds: the original was not rounded a second time."""
         weights = _Run()
         with self.loaded(self.converted, dtype) as model:
             for index, output in self.outputs(model, dtype, "stored weights"):
                 self.compare(weights, reference, index, output)
         both = with_weights(a.sequences, weights.sequences)
-        judged, left, _ = judge_served(both, b.sequences, numbers, self.criterion)
+        judged, left, doubts, _ = judge_served(both, b.sequences, numbers, self.criterion)
         errors = [rows.gap for rows in weights.sequences]
         error = relative([one.error for one in errors], [one.size for one in errors])
         self.notes.append(
@@ -169,7 +172,7 @@ class Session:
             f"error together the converted model's is {judged.ratio:.4g} times, which is what counts"
         )
         kept = [failure for failure in failures if "ratio" not in failure]
-        return replace(served, error_weights=error, ratio_explained=judged.ratio), [*kept, *left]
+        return replace(served, error_weights=error, ratio_explained=judged.ratio), [*kept, *left], doubts
 
     def judge_layers(self, exact: Sums | None, original: Sums | None, converted: Sums | None) -> list[LayerFigures]:
         order = next((stream.order for stream in self.streams.values()), [])
