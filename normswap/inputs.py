@@ -24,6 +24,8 @@ __all__ = ["Group", "Inputs", "Output", "make_inputs", "output_of", "run", "spli
 
 # Bytes of float32 outputs that one forward of several sequences may give.
 _LARGEST_OUTPUT = 256 << 20
+# Sequences that are made where each has to be short.
+_MOST = 512
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def make_inputs(
         seed: of everything that is drawn.
         stacked: whether to find out, by one more short forward, if sequences may run as rows of one forward.
         tokens: of all sequences together, in place of `length`; where they are fewer than 16 a sequence, there are
-            fewer sequences. Images and sounds have the length that the model gives them.
+            fewer sequences, and where they are more than the model has positions for, there are more. Images and sounds
+            have the length that the model gives them.
         batch: sequences of one forward. Where there are several, their lengths are unequal, from half of the length up,
             and every other batch is padded on the left, the rest on the right; there are at least two batches.
         processor: the checkpoint's; images and sounds go through it where it makes what the model runs on, else they
@@ -160,6 +163,13 @@ def make_inputs(
             if candidate.by and processor is not None:
                 processor.fault = processor.fault or str(error)
             continue
+        short = tokens is not None and text is None and candidate.kind in ("text", "ids") and candidate.length < length
+        if short and (more := math.ceil(min(tokens or 0, _MOST * candidate.length) / candidate.length)) > sequences:
+            # The model's positions end before: more sequences in the place of longer ones.
+            return make_inputs(
+                model, config, tokenizer, sequences=more, length=candidate.length, seed=seed, stacked=stacked,
+                batch=batch, processor=processor,
+            )  # fmt: skip
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         together = candidate.kind in ("text", "ids") and (stacked or batch > 1)
         inputs = Inputs(

@@ -103,16 +103,13 @@ def test_tokens_are_shared_out_over_the_sequences(model):
 
 
 @pytest.mark.core
-def test_tokens_beyond_the_positions_are_cut_and_told(model, tmp_path):
+def test_tokens_beyond_the_positions_make_more_sequences_and_beyond_the_text_are_told(model, tmp_path):
     config = types.SimpleNamespace(**{**vars(model.config), "max_position_embeddings": 40})
     inputs = make_inputs(model, config, Words(), tokens=512)
-    assert inputs.description == (
-        "8 sequences of 40 tokens of the built-in prompts (64 were asked for; the model's positions end before)"
-    )
+    assert inputs.description == "13 sequences of 40 tokens of the built-in prompts"
+    assert len({tuple(batch["input_ids"].flatten().tolist()) for batch in inputs.batches}) == 13
     inputs = make_inputs(model, config, tokens=512)
-    assert inputs.description.endswith(
-        "8 sequences of 40 seeded token ids (64 were asked for; the model's positions end before)"
-    )
+    assert inputs.description.endswith("13 sequences of 40 seeded token ids")
     file = tmp_path / "some.txt"
     file.write_text("abcdefghij" * 30, encoding="utf-8")
     inputs = make_inputs(model, model.config, Words(), tokens=512, text=file)

@@ -1,4 +1,4 @@
-"""Two hundred right conversions of tiny models, none of which may be called wrong or doubted."""
+"""Two hundred right conversions of tiny models: none may be called wrong; a doubt goes where its advice is taken."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from normswap import execution
 pytestmark = pytest.mark.slow
 
 HALF, FULL = torch.bfloat16, torch.float32
+MORE_TOKENS = 16384
 # Kind, seed, dtype that is stored: 20 of each family.
 KINDS: list[tuple[Conversion, int, torch.dtype]] = [
     *((right.swapped, seed, dtype) for seed in (1, 2, 3) for dtype in (HALF, FULL)),
@@ -41,7 +42,11 @@ def test_twenty_right_conversions_of_a_family_pass(family: str, tmp_path: Path) 
     alarms = {}
     for number, (conversion, seed, dtype) in enumerate(KINDS):
         source = FAMILIES[family].save(tmp_path / f"source{number}", dtype, seed)
-        report = normswap.verify(conversion(family, source, tmp_path / f"target{number}"), against=source)
+        target = conversion(family, source, tmp_path / f"target{number}")
+        report = normswap.verify(target, against=source)
+        if report.verdict == "inconclusive" and all("give more tokens" in doubt for doubt in report.doubts):
+            # A token that a rounding sends to another expert outweighs all others of so few.
+            report = normswap.verify(target, against=source, tokens=MORE_TOKENS)
         if not report.passed:
             alarms[conversion.__name__, seed, dtype] = (report.failures, report.doubts)
     assert len(KINDS) == 20
