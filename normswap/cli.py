@@ -233,22 +233,29 @@ def _say(text: str) -> None:
 
 
 def _check_writable(files: dict[str, Path | None]) -> None:
-    """Refuse, before any work, files that cannot be written after it."""
+    """Refuse, before any work, files that cannot be written after it, and two reports in one file."""
+    taken: dict[Path, str] = {}
     for flag, file in files.items():
         if file is None:
             continue
+        if (other := taken.setdefault(file.absolute(), flag)) != flag and (file.is_file() or not file.exists()):
+            raise UsageError(f"{other} and {flag} both name {file}; give each a file of its own")
         try:
-            reason = _unwritable(file)
+            reason = _unwritable(flag, file)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
         if reason is not None:
             raise UsageError(f"{flag}: cannot write {file}: {reason}")
 
 
-def _unwritable(file: Path) -> str | None:
+def _unwritable(flag: str, file: Path) -> str | None:
     if file.is_dir():
         return "it is a folder"
     if file.exists():
+        from normswap import delivery
+
+        if delivery.spoils(flag, file):
+            return "it is a file of a checkpoint; name a new one"
         return None if os.access(file, os.W_OK) else "no permission to write it"
     if not file.parent.is_dir():
         return f"there is no folder {file.parent}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from normswap.errors import OutputError, UsageError
 from normswap.figures import Criterion, ParityReport
 
-__all__ = ["criterion_of", "writers"]
+__all__ = ["criterion_of", "spoils", "writers"]
 
 
 def criterion_of(bounds: Iterable[str]) -> Criterion | None:
@@ -42,6 +42,31 @@ def criterion_of(bounds: Iterable[str]) -> Criterion | None:
             raise UsageError(f"--bound: expected {name} to be a number of at least 0, got {value!r}")
         given[name] = number
     return replace(Criterion(), **given) if given else None  # type: ignore[arg-type]
+
+
+def spoils(flag: str, file: Path) -> bool:
+    """Say whether writing a report would overwrite a file of a checkpoint, such as its weights or its README.md.
+
+    Args:
+        flag: the option of the command line that asks for the report.
+        file: where it would be written.
+
+    Returns:
+        Whether the file stands in a folder with a ``config.json`` and is no earlier report of that form.
+    """
+    if not any((place.parent / "config.json").exists() for place in (file, file.resolve())) or not file.is_file():
+        return False
+    if flag != "--json":
+        with file.open("rb") as opened:
+            start = opened.read(1 << 16).lstrip().lower()
+        return not (start.startswith(b"<!doctype html") if flag == "--report" else b"normswap verify" in start) or (
+            file.resolve().stem.lower() == "readme"
+        )
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(data, dict) or not {"schema", "verdict"} <= data.keys()
 
 
 def writers(
