@@ -17,7 +17,7 @@ from normswap.judging import Judge
 from normswap.manifest import folds_of_manifest
 from normswap.sides import Pairing, Side, pair_up
 from normswap.source import Source
-from normswap.telling import failures_of, held_elsewhere, summarise
+from normswap.telling import UNREAD, failures_of, held_elsewhere, summarise
 
 __all__ = ["Comparison", "compare_checkpoints"]
 
@@ -114,7 +114,7 @@ class _Comparing:
         failures = failures_of(changes, pairs, folds.refused, self.after.checkpoint)
         if settings or self.before.source.trust_remote_code:
             failures += compare_norms(self.before, self.after)
-        notes = [*note_on_settings(settings), *note_on_altered(altered), *_note_on_unread(pairing)]
+        notes = [*note_on_settings(settings), *note_on_altered(altered), *_notes_on_unread(changes, pairing)]
         return Comparison(figures, pairs, _sound(folds, pairs), failures, notes)
 
     def _same(self, pairing: Pairing) -> dict[str, bool]:
@@ -156,7 +156,7 @@ class _Comparing:
             else:
                 continue
             if change is not None and not change.explained and key in self.before.unread and key in self.after.unread:
-                change = replace(change, explained=True, detail=f"{change.detail}; the class does not load it")
+                change = replace(change, explained=True, detail=f"{change.detail}; {UNREAD}")
             if change is not None:
                 yield change
 
@@ -175,7 +175,7 @@ class _Comparing:
             yield TensorChange(key, "extra", False, "is not of the original", theirs[key].file)
         for key in pairing.unread:
             kind, file = ("extra", theirs[key].file) if key in theirs else ("missing", None)
-            yield TensorChange(key, kind, True, "the class does not load it", file)
+            yield TensorChange(key, kind, True, UNREAD, file)
 
     def _tied_apart(self, judge: Judge, settings: list[SettingChange], known: set[str]) -> Iterator[TensorChange]:
         """Find weights that the configuration under test ties although they are stored with other values."""
@@ -220,8 +220,12 @@ def _sound(folds: Inferred, pairs: list[PairFigures]) -> FoldPlan | None:
     return plan if plan.folds else None
 
 
-def _note_on_unread(pairing: Pairing) -> list[str]:
-    if not pairing.unread:
-        return []
-    more = f" and {len(pairing.unread) - 3} more" if len(pairing.unread) > 3 else ""
-    return [f"only one of the two holds {', '.join(pairing.unread[:3])}{more}, which the class does not load"]
+def _notes_on_unread(changes: list[TensorChange], pairing: Pairing) -> list[str]:
+    alone = pairing.unread
+    other = [one.name for one in changes if one.explained and UNREAD in one.detail and one.name not in alone]
+    told = ((alone, "only one of the two holds"), (other, "the two differ in"))
+    return [f"{words} {_some(names)}, which the class does not load" for names, words in told if names]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -11,7 +11,7 @@ from normswap.settings import SPECIAL
 from normswap.sides import Side
 from normswap.spec import NormSpec
 
-__all__ = ["TIES", "compare_norms", "compare_settings", "note_on_settings"]
+__all__ = ["TIES", "compare_norms", "compare_settings", "doubts_on_settings", "note_on_settings"]
 
 TIES = "tie_word_embeddings"
 
@@ -64,6 +64,20 @@ def note_on_settings(changes: list[SettingChange]) -> list[str]:
     return [f"settings: {'; '.join(told)}{more}"]
 
 
+def doubts_on_settings(changes: list[SettingChange]) -> list[str]:
+    """Return a doubt that names the settings that differ; none without.
+
+    What a setting does, such as a window or a way to stretch positions, may show on longer inputs only, or on none.
+    """
+    if not changes:
+        return []
+    names = ", ".join(one.name for one in changes[:_SHOWN])
+    return [
+        f"settings: {names}{_and_others(len(changes) - _SHOWN)} differ, and inputs of other lengths or kinds than "
+        "these may show it; set them in config.json as the original has them"
+    ]
+
+
 def compare_norms(before: Side, after: Side) -> list[str]:
     """Compare what the norms of two configurations compute.
 
@@ -96,4 +110,4 @@ def _plain(value: object) -> str:
 
 
 def _and_others(count: int) -> str:
-    return f" and {count} more" if count else ""
+    return f" and {count} more" if count > 0 else ""

@@ -10,7 +10,7 @@ from normswap.gaps import Gap
 from normswap.recognising import describe
 from normswap.spec import dtype_name
 
-__all__ = ["compare_modules", "naming"]
+__all__ = ["compare_modules", "naming", "unseen_changes"]
 
 # Changed values are named up to so many.
 _SHOWN = 5
@@ -46,8 +46,9 @@ def compare_modules(original: nn.Module, converted: nn.Module) -> TensorFigures:
         else:
             same += 1
     changes += [TensorChange(name, "extra", False, "is not of the original") for name in theirs.keys() - ours.keys()]
-    kind, summary = ("unknown", f"{len(changes)} tensors differ") if changes else ("identical", "identical")
-    return TensorFigures(summary.replace("1 tensors differ", "1 tensor differs"), kind, len(ours), same, changes)
+    told = "1 tensor differs" if len(changes) == 1 else f"{len(changes)} tensors differ"
+    kind, summary = ("unknown", told) if changes else ("identical", "identical")
+    return TensorFigures(summary, kind, len(ours), same, changes)
 
 
 def _changed(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorChange | None:
@@ -67,3 +68,16 @@ def naming(figures: TensorFigures) -> list[str]:
     found = figures.unexplained
     more = [f"tensors: and {len(found) - _SHOWN} more differ"] if len(found) > _SHOWN else []
     return [f"tensors: {change.name} {change.detail}" for change in found[:_SHOWN]] + more
+
+
+def unseen_changes(figures: TensorFigures) -> list[str]:
+    """Return a doubt where tensors differ, for when no output does: the inputs do not reach them."""
+    found = figures.unexplained
+    if not found:
+        return []
+    names = ", ".join(change.name for change in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return [
+        f"tensors: {names}{more} differ, and no output does: nothing that ran reads what differs there; give inputs "
+        "that do (--tokens, --text)"
+    ]

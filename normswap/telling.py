@@ -15,7 +15,10 @@ from normswap.rowpairs import is_floating
 from normswap.shards import Checkpoint
 from normswap.sides import Pairing
 
-__all__ = ["failures_of", "held_elsewhere", "summarise"]
+__all__ = ["UNREAD", "failures_of", "held_elsewhere", "summarise"]
+
+UNREAD = "the class does not load it"
+"""What is told of a stored tensor that is read by nothing here."""
 
 # Tensors that are named, and those that are told one by one.
 _NAMED, _TOLD = 3, 5
@@ -79,13 +82,16 @@ def summarise(
             *([f"{_count(len(lost), 'tensor')} missing"] if lost else []),
             *([f"{_count(len(more), 'tensor')} too many"] if more else []),
         ]
-    beside = [one for one in changes if one.explained and one.kind in ("tied", "missing", "extra", "changed")]
+    beside = [one for one in changes if one.explained and (one.kind == "tied" or UNREAD in one.detail)]
     if not words and (files or beside):
         tied, unread = ([o.name for o in beside if (o.kind == "tied") is kind] for kind in (True, False))
         words["rearranged"] = [
             *([f"the same tensors in {files}" if files[0].isdigit() else files] if files else []),
             *([f"tied tensors written out or left out: {_names(tied)}"] if tied else []),
-            *([f"{_count(len(unread), 'tensor')} that the class does not load differ"] if unread else []),
+            *(
+                [f"{_count(len(unread), 'tensor')} that the class does not load differ{'s' * (len(unread) == 1)}"]
+                * bool(unread)
+            ),
         ]
     if not words:
         words["identical"] = ["identical tensors" if settings else "identical"]

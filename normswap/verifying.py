@@ -13,8 +13,9 @@ from torch import nn
 from normswap import checkpoint as ckpt
 from normswap import opening
 from normswap.comparing import Comparison, compare_checkpoints
+from normswap.configdiff import doubts_on_settings
 from normswap.errors import UsageError
-from normswap.inmemory import compare_modules, naming
+from normswap.inmemory import compare_modules, naming, unseen_changes
 from normswap.manifest import plan_of_manifest
 from normswap.measuring import Serving, measure_modules, measure_sources, reference_dtype
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
@@ -113,9 +114,11 @@ def verify(
         report = measure_modules(checkpoint, against, serving, backend=None if backend == "auto" else serving.backend)
         tensors = None if checkpoint is against else compare_modules(against, checkpoint)
         named = naming(tensors) if tensors is not None and report.failures else []
+        unseen = unseen_changes(tensors) if tensors is not None and report.exact.error == 0 else []
         return replace(
             report,
             failures=[*named, *report.failures],
+            doubts=[*report.doubts, *unseen],
             tensors=tensors,
             checkpoint=type(checkpoint).__name__,
             against=type(against).__name__,
@@ -138,11 +141,16 @@ def verify(
     swap = manifest is not None or against is None or backend != "auto"
     report = _measured(original, converted, manifest, serving, found, swap)
     notes = [*report.notes, *(found.notes if found is not None else [])]
+    failures = [*(found.failures if found is not None else []), *report.failures]
+    doubts = report.doubts
+    if found is not None and not failures:
+        doubts = [*doubts, *doubts_on_settings(found.figures.settings)]
     if found is None and manifest is not None:
         notes += ckpt.note_on_altered(ckpt.altered_files(ckpt.hash_weights(files), manifest))
     return replace(
         report,
-        failures=[*(found.failures if found is not None else []), *report.failures],
+        failures=failures,
+        doubts=doubts,
         notes=notes,
         checkpoint=str(checkpoint),
         against=str(original.name),
