@@ -76,6 +76,7 @@ def measure_sources(
     folds: FoldPlan | None = None,
     swap: bool = True,
     unrounded: bool = False,
+    explained: bool = True,
 ) -> ParityReport:
     """Measure a checkpoint against an original.
 
@@ -91,6 +92,7 @@ def measure_sources(
         folds: gains that were folded in the converted checkpoint; None without.
         swap: whether the converted model is served with these norms swapped, or as it is.
         unrounded: whether what is stored is the original's values but for rounding; so wherever gains were folded.
+        explained: see `normswap.parity.measure`.
 
     Raises:
         CheckpointError, ModelError: a model cannot be loaded or run.
@@ -99,7 +101,8 @@ def measure_sources(
     pair = _Sources(original, converted, plan_of, serving, folds, swap)
     exact = pair.load_exact if folds is not None or unrounded else None
     tokenizer = loading.load_tokenizer(original)
-    report = _measure(pair, original.config, serving, exact, tokenizer, load_processor(original))
+    processor = load_processor(original)
+    report = _measure(pair, original.config, serving, exact, tokenizer, processor, explained=explained)
     return replace(report, streamed=pair.streamed)
 
 
@@ -236,7 +239,8 @@ def _droppable(model: nn.Module, folds: FoldPlan) -> list[Dropped]:
     for fold in folds.folds:
         assert fold.spec is not None and fold.spec.gain_name is not None
         gain = effective_gain(fold.spec, getattr(model.get_submodule(fold.name), fold.spec.gain_name))
-        found.append(Dropped(fold.name, fold.spec, gain.cpu()))
+        # A copy: in float64 this is the parameter itself, which is then folded in place.
+        found.append(Dropped(fold.name, fold.spec, gain.cpu().clone()))
     return sorted(found, key=lambda one: float(one.gain.std() / one.gain.abs().mean()), reverse=True)[:_CONTROLS]
 
 
@@ -296,6 +300,8 @@ def _measure(
     exact: _Loader | None = None,
     tokenizer: object = None,
     processor: Processor | None = None,
+    *,
+    explained: bool = True,
 ) -> ParityReport:
     if serving.progress is not None:
         serving.progress("choosing inputs", 0, 1)
@@ -316,6 +322,7 @@ def _measure(
         generate=serving.generate,
         tokenizer=tokenizer,
         budget=serving.budget,
+        explained=explained,
     )
 
 

@@ -42,6 +42,7 @@ def measure(
     generate: int = 0,
     tokenizer: Any = None,
     budget: int | None = None,
+    explained: bool = True,
 ) -> ParityReport:
     """Run original and converted on the same inputs and judge by three gates.
 
@@ -71,6 +72,8 @@ def measure(
         generate: how many tokens both write greedily after each prompt; 0 for none.
         tokenizer: that tells the words of these; None for the ids alone.
         budget: bytes of memory to get along with, where that matters: less is kept in memory then.
+        explained: whether the stored weights are known to be those of ``exact``, rounded: only then is what they add
+            taken for rounding.
 
     Returns:
         The figures and the verdict.
@@ -86,6 +89,6 @@ def measure(
             original, converted, norms, inputs, torch.device(device), criterion, spool, swapped, room=room
         )
         session.progress = progress or session.progress
-        session.exact, session.dropped = exact, dropped
+        session.exact, session.dropped, session.explained = exact, dropped, explained
         session.writing = Writing(inputs, generate, tokenizer)
         return session.report(dtype, reference, backend)

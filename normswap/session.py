@@ -62,7 +62,7 @@ class Session:
     """One measurement: its parameters, and the failures, doubts and notes it gathers.
 
     ``room`` is how many bytes the outputs of one forward, and what is kept of the residual stream, may take each; None
-    for as many as go fast.
+    for as many as go fast. ``explained`` is that of `normswap.parity.measure`.
     """
 
     original: Loader
@@ -85,6 +85,7 @@ class Session:
     streams: dict[str, Stream] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
     room: int | None = None
+    explained: bool = True
 
     def __post_init__(self) -> None:
         self.groups = self.inputs.groups() if self.room is None else self.inputs.groups(self.room)
@@ -120,7 +121,7 @@ class Session:
         if reference is not None:
             numbers = math.prod(self.output["shape"]) * self.inputs.sequences
             served, failures, doubts, notes = judge_served(a.sequences, b.sequences, numbers, self.criterion)
-            if self.exact is not None and any("ratio" in reason for reason in (*failures, *doubts)):
+            if self.exact is not None and self.explained and any("ratio" in reason for reason in (*failures, *doubts)):
                 served, failures, doubts = self.judge_with_weights(
                     served, failures, a, b, numbers, reference, reference_dtype
                 )

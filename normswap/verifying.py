@@ -177,9 +177,12 @@ def _measured(
             plan.require_swaps()
         return plan
 
-    explained = found is not None and not found.figures.unexplained and "cast" in found.figures.kind
+    explained = found is None or not found.figures.unexplained
+    cast = found is not None and explained and "cast" in found.figures.kind
     folds = None if found is None else found.folds
-    return measure_sources(original, converted, plan_of, serving, folds=folds, swap=swap, unrounded=explained)
+    return measure_sources(
+        original, converted, plan_of, serving, folds=folds, swap=swap, unrounded=cast, explained=explained
+    )
 
 
 def _command(checkpoint: str | Path, against: str | Path | None, serving: Serving, **options: Any) -> str:
