@@ -100,8 +100,11 @@ class _Comparing:
         if all(change.explained for change in changes):
             settings = [one for one in settings if one.name.rpartition(".")[2] != TIES]
         altered: list[str] = []
+        other_source = False
         if self.manifest is not None:
             altered = altered_files(hash_weights(self.after.checkpoint), self.manifest)
+            recorded = self.manifest["source"]["files"]
+            other_source = bool(recorded) and recorded != hash_weights(self.before.checkpoint)
         pairs = judge.gate.figures()
         figures = TensorFigures(
             tensors=len(self.before.checkpoint.tensors),
@@ -115,6 +118,8 @@ class _Comparing:
         if settings or self.before.source.trust_remote_code:
             failures += compare_norms(self.before, self.after)
         notes = [*note_on_settings(settings), *note_on_altered(altered), *_notes_on_unread(changes, pairing)]
+        if other_source:
+            notes.append("the original's weight files are not those that the manifest says it was converted from")
         return Comparison(figures, pairs, _sound(folds, pairs), failures, notes)
 
     def _same(self, pairing: Pairing) -> dict[str, bool]:

@@ -5,15 +5,31 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from normswap.errors import UsageError
 from normswap.evidence import TensorChange, TensorFigures
 from normswap.gaps import Gap
 from normswap.recognising import describe
 from normswap.spec import dtype_name
 
-__all__ = ["compare_modules", "naming", "unseen_changes"]
+__all__ = ["compare_modules", "naming", "require_values", "unseen_changes"]
 
 # Changed values are named up to so many.
 _SHOWN = 5
+
+
+def require_values(*models: nn.Module) -> None:
+    """Refuse modules on the meta device, which have no values to run with.
+
+    Raises:
+        UsageError: a parameter or buffer is there.
+    """
+    for model in models:
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if value.is_meta:
+                raise UsageError(
+                    f"expected modules with weights, got {type(model).__name__} with {name} on the meta device; load "
+                    "its weights first"
+                )
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from normswap import checkpoint as ckpt
 from normswap import opening
 from normswap.comparing import Comparison, compare_checkpoints
 from normswap.configdiff import doubts_on_settings
-from normswap.errors import UsageError
-from normswap.inmemory import compare_modules, naming, unseen_changes
+from normswap.errors import CheckpointError, UsageError
+from normswap.inmemory import compare_modules, naming, require_values, unseen_changes
 from normswap.manifest import plan_of_manifest
 from normswap.measuring import Serving, measure_modules, measure_sources, reference_dtype
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
@@ -105,11 +105,14 @@ def verify(
         "generate": generate,
         "budget": parse_size(max_memory) if isinstance(max_memory, str) else max_memory,
     }
+    if generate < 0:
+        raise UsageError(f"expected no tokens to generate (0), or some, got {generate}")
     if isinstance(checkpoint, nn.Module) or isinstance(against, nn.Module):
         against = checkpoint if against is None else against
         if not isinstance(checkpoint, nn.Module) or not isinstance(against, nn.Module):
             kinds = f"{type(checkpoint).__name__} and {type(against).__name__}"
             raise UsageError(f"expected two modules or two checkpoints, got {kinds}")
+        require_values(checkpoint, against)
         serving = opening.serving(backend, dtype, device, checkpoint, text, criterion, progress, **more)
         report = measure_modules(checkpoint, against, serving, backend=None if backend == "auto" else serving.backend)
         tensors = None if checkpoint is against else compare_modules(against, checkpoint)
@@ -133,6 +136,11 @@ def verify(
         original = open_source(against, trust_remote_code=trust_remote_code)
     elif manifest is not None:
         original = source_of_manifest(manifest, trust_remote_code)
+        if original.path.resolve() == converted.path.resolve():
+            raise CheckpointError(
+                f"the source that {ckpt.MANIFEST} names is the checkpoint itself, so that there is nothing to hold it "
+                "against; name the original with --against"
+            )
     found: Comparison | None = None
     if original.path.resolve() != converted.path.resolve():
         other = check_weights(original)
