@@ -80,6 +80,18 @@ class Inputs:
                 found.append(Group(stack([self.batches[index] for index in part]), part, None, self.positional))
         return found
 
+    def some(self, count: int) -> list[Group]:
+        """Return forwards of the first sequences: at least so many, where there are."""
+        groups = self.groups()
+        first = groups[0]
+        if self.positional is not None and not self.padded and len(first.members) > count:
+            members = first.members[:count]
+            return [Group(stack([self.batches[index] for index in members]), members, None, self.positional)]
+        found: list[Group] = []
+        while groups and sum(len(group.members) for group in found) < count:
+            found.append(groups.pop(0))
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Return what the report says of the inputs."""
         return {

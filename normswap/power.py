@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from normswap.figures import Control, Criterion, Exact
 from normswap.gates import judge_norm
 from normswap.inputs import Inputs, run
 from normswap.meter import NormMeter, NormUnderTest, trial_inputs
+from normswap.processes import gathered
 from normswap.spec import NormSpec
+from normswap.stacking import stack as stacked
 from normswap.stats import gap, relative
 
 __all__ = [
     "Trial",
-    "control_of",
     "doubts_of",
+    "held_to",
     "in_the_norm_alone",
     "in_the_whole_model",
     "power_of",
@@ -33,6 +36,7 @@ _TRIAL_TOKENS = 16
 # A gain that differs from the identity by less, relatively, is one.
 _IDENTITY = 1e-3
 _EPS_FACTOR = 10.0
+_CONTROL = "gain scaled"
 _Change = Callable[[NormSpec, torch.Tensor | None], tuple[NormSpec, torch.Tensor | None] | None]
 
 
@@ -77,33 +81,66 @@ _KINDS = (
 )
 
 
-def in_the_whole_model(reached: Sequence[NormUnderTest], error: Callable[[], float], bound: float) -> list[Fault]:
-    """Put faults into a model in float32, and measure what the gate ``exact`` makes of each.
+@dataclass(frozen=True)
+class _Put:
+    """A fault in one norm: what it makes of a call's arguments and result."""
+
+    norm: NormUnderTest
+    alter: Callable[[tuple[Any, ...], dict[str, Any], torch.Tensor], torch.Tensor]
+
+
+def in_the_whole_model(
+    order: Sequence[NormUnderTest], trial: Trial, criterion: Criterion
+) -> tuple[Control | None, list[Fault]]:
+    """Put faults into a model in the reference's arithmetic, and measure what the gate ``exact`` makes of each.
+
+    A fault that is not seen in one norm is tried in others. Where sequences can be stacked, the faults of one turn run
+    as rows of one forward.
 
     Args:
-        reached: the norms that ran, in the order of their last call.
-        error: runs the model on a sequence and returns its relative distance from the original.
-        bound: of the gate.
+        order: the norms that ran, in the order of their last call.
+        trial: what is run.
+        criterion: the bounds.
 
     Returns:
-        One fault of each kind.
+        The control, one norm disturbed by a few percent: the first that is noticed, else the one that comes nearest,
+        None where no norm ran; and one fault of each kind.
     """
-    faults = []
-    for kind in _KINDS:
-        best: Fault | None = None
-        for norm in _candidates(kind, reached):
-            changed = kind.change(norm.spec, _detached(norm.gain()))
-            if changed is None:
-                continue
-            with _hooked(norm, *changed):
-                found = error()
-            fault = Fault(kind.name, norm.name, "exact", found, bound, found > bound)
-            if best is None or fault.detected or (fault.figure or 0.0) > (best.figure or 0.0):
-                best = fault
-            if best.detected:
-                break
-        faults.append(best or Fault(kind.name, None, None, None, None, None, kind.cannot))
-    return faults
+    scale = criterion.control_scale
+    waiting: dict[str, list[_Put]] = {_CONTROL: [_Put(norm, partial(_scaled, scale)) for norm in _spread(order)]}
+    waiting |= {kind.name: _puts_of(kind, order) for kind in _KINDS}
+    best: dict[str, tuple[_Put, float]] = {}
+    while turn := {name: puts.pop(0) for name, puts in waiting.items() if puts}:
+        for (name, put), error in zip(turn.items(), trial.errors(list(turn.values())), strict=True):
+            if name not in best or not error <= best[name][1]:
+                best[name] = put, error
+            if error > criterion.exact_bound:
+                waiting[name].clear()
+    control = None
+    if _CONTROL in best:
+        put, error = best[_CONTROL]
+        control = Control(put.norm.name, scale, error, error > criterion.exact_bound)
+    return control, [_as_fault(kind, best.get(kind.name), criterion.exact_bound) for kind in _KINDS]
+
+
+def _as_fault(kind: _Kind, found: tuple[_Put, float] | None, bound: float) -> Fault:
+    if found is None:
+        return Fault(kind.name, None, None, None, None, None, kind.cannot)
+    put, error = found
+    return Fault(kind.name, put.norm.name, "exact", error, bound, error > bound)
+
+
+def held_to(faults: Sequence[Fault], bound: float) -> list[Fault]:
+    """Judge faults that were put into the whole model by the bound that the gate ``exact`` has in the end."""
+    return [
+        fault if fault.figure is None else replace(fault, bound=bound, detected=fault.figure > bound)
+        for fault in faults
+    ]
+
+
+def _spread(order: Sequence[NormUnderTest]) -> list[NormUnderTest]:
+    places = dict.fromkeys(int((len(order) - 1) * part) for part in (1, 0, 0.5, 0.25, 0.75) if order)
+    return [order[at] for at in places]
 
 
 def _candidates(kind: _Kind, reached: Sequence[NormUnderTest]) -> list[NormUnderTest]:
@@ -112,23 +149,110 @@ def _candidates(kind: _Kind, reached: Sequence[NormUnderTest]) -> list[NormUnder
     return [usable[at] for at in places]
 
 
+def _puts_of(kind: _Kind, order: Sequence[NormUnderTest]) -> list[_Put]:
+    found = []
+    for norm in _candidates(kind, order):
+        changed = kind.change(norm.spec, _detached(norm.gain()))
+        if changed is not None:
+            found.append(_Put(norm, partial(_respecified, norm, *changed)))
+    return found
+
+
+def _respecified(
+    norm: NormUnderTest,
+    spec: NormSpec,
+    gain: torch.Tensor | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """What another spec makes of a norm's input, by the difference of the two in float64."""
+    x, gate = norm.bind(args, kwargs)
+    if x is None:
+        return output
+    bias = _detached(norm.bias())
+    right = norm.spec.compute_exact(x, _detached(norm.gain()), bias, gate)
+    wrong = spec.compute_exact(x, gain, bias, gate)
+    return (output.double() + (wrong - right).reshape(output.shape)).to(output.dtype)
+
+
+def _scaled(scale: float, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+    """A result with every other channel multiplied; a norm further on would cancel a common factor."""
+    factor = torch.ones(output.shape[-1], dtype=output.dtype, device=output.device)
+    factor[::2] = scale
+    return output * factor
+
+
+class Trial:
+    """One short sequence by which faults are tried: how far the output moves from what it was without.
+
+    Args:
+        model: that runs it, without faults so far.
+        inputs: its first sequence is taken, and the first tokens of that where sequences can be stacked.
+        dtype: of the model.
+        device: where it is.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, dtype: torch.dtype, device: torch.device) -> None:
+        self.batch, self.stacks = inputs.batches[0], inputs.positional is not None
+        if self.stacks:
+            self.batch = {
+                key: value[:, :_TRIAL_TOKENS] if torch.is_tensor(value) else value for key, value in self.batch.items()
+            }
+        self.run = lambda batch: gathered(run(model, batch, dtype, device)).main
+        self.right: torch.Tensor | None = None
+
+    def errors(self, puts: Sequence[_Put]) -> list[float]:
+        """Relative RMS distance of the output with each of some faults from that without."""
+        together = self._together(puts) if self.stacks and len(puts) > 1 else None
+        return [self._alone(put) for put in puts] if together is None else together
+
+    def _alone(self, put: _Put) -> float:
+        if self.right is None:
+            self.right = self.run(self.batch)
+        with _put_in(put, None, 1):
+            return _distance(self.run(self.batch), self.right)
+
+    def _together(self, puts: Sequence[_Put]) -> list[float] | None:
+        """Run all in one forward, one row for each and the first without; None where a norm has no such rows."""
+        rows = len(puts) + 1
+        with ExitStack() as stack:
+            apart = [stack.enter_context(_put_in(put, row, rows)) for row, put in enumerate(puts, 1)]
+            output = self.run(stacked([self.batch] * rows))
+        if not all(all(seen) for seen in apart) or output.shape[0] != rows:
+            return None
+        return [_distance(output[row], output[0]) for row in range(1, rows)]
+
+
+def _distance(output: torch.Tensor, right: torch.Tensor) -> float:
+    found = gap(output, right)
+    return relative([found.error], [found.size])
+
+
 @contextmanager
-def _hooked(norm: NormUnderTest, spec: NormSpec, gain: torch.Tensor | None) -> Iterator[None]:
-    """Let a norm's result be what another spec makes of its input, by the difference of the two in float64."""
+def _put_in(put: _Put, row: int | None, rows: int) -> Iterator[list[bool]]:
+    """Have a norm's result altered inside the ``with`` block, of one row of a batch or of all.
+
+    Yields:
+        Whether the row could be told apart, for each call.
+    """
+    seen: list[bool] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-        x, gate = norm.bind(args, kwargs)
-        if x is None:
-            return output
-        bias = _detached(norm.bias())
         with torch.no_grad():
-            right = norm.spec.compute_exact(x, _detached(norm.gain()), bias, gate)
-            wrong = spec.compute_exact(x, gain, bias, gate)
-        return (output.double() + (wrong - right).reshape(output.shape)).to(output.dtype)
+            wrong = put.alter(args, kwargs, output)
+            if row is None:
+                return wrong
+            seen.append(output.dim() > 2 and output.shape[0] == rows)
+            if not seen[-1]:
+                return output
+            mixed = output.clone()
+            mixed[row] = wrong[row]
+            return mixed
 
-    handle = norm.module.register_forward_hook(hook, with_kwargs=True)
+    handle = put.norm.module.register_forward_hook(hook, with_kwargs=True)
     try:
-        yield
+        yield seen
     finally:
         handle.remove()
 
@@ -204,55 +328,6 @@ def _tried(
     return best or Fault(kind.name, None, None, None, None, None, kind.cannot)
 
 
-class Trial:
-    """One short sequence by which faults are tried: how far the output moves from what it was without.
-
-    Args:
-        model: that runs it, without faults so far.
-        inputs: its first sequence is taken, and the first tokens of that where sequences can be cut.
-        dtype: of the model.
-        device: where it is.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Inputs, dtype: torch.dtype, device: torch.device) -> None:
-        batch = inputs.batches[0]
-        if inputs.positional is not None:
-            batch = {key: value[:, :_TRIAL_TOKENS] if torch.is_tensor(value) else value for key, value in batch.items()}
-        self.run = lambda: run(model, batch, dtype, device).main
-        self.right = self.run()
-
-    def error(self) -> float:
-        """Relative RMS distance of the output, with whatever hooks the model has now, from that without."""
-        found = gap(self.run(), self.right)
-        return relative([found.error], [found.size])
-
-
-def control_of(order: Sequence[NormUnderTest], error: Callable[[], float], criterion: Criterion) -> Control | None:
-    """Disturb one norm and see whether the exact gate would notice; the last one first, it is the surest.
-
-    Args:
-        order: the norms that ran, in the order of their last call.
-        error: see `Trial.error`.
-        criterion: the bounds.
-
-    Returns:
-        The first that is noticed, else the one that comes nearest; None where no norm ran.
-    """
-    best: Control | None = None
-    for at in dict.fromkeys(int((len(order) - 1) * part) for part in (1, 0, 0.5, 0.25, 0.75) if order):
-        norm, scale = order[at], criterion.control_scale
-        handle = _scaled(norm.module, scale)
-        try:
-            found = error()
-        finally:
-            handle.remove()
-        control = Control(norm.name, scale, found, found > criterion.exact_bound)
-        if control.detected:
-            return control
-        best = control if best is None or control.error > best.error else best
-    return best
-
-
 @contextmanager
 def reached(norms: Sequence[NormUnderTest]) -> Iterator[dict[str, NormUnderTest]]:
     """Collect the norms that are called inside the ``with`` block, by name, in the order of their last call."""
@@ -273,24 +348,13 @@ def reached(norms: Sequence[NormUnderTest]) -> Iterator[dict[str, NormUnderTest]
             handle.remove()
 
 
-def _scaled(module: nn.Module, scale: float) -> Any:
-    """Multiply every other channel of a module's result; a norm further on would cancel a common factor."""
-
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        factor = torch.ones(output.shape[-1], dtype=output.dtype, device=output.device)
-        factor[::2] = scale
-        return output * factor
-
-    return module.register_forward_hook(hook)
-
-
 def power_of(faults: Sequence[Fault], exact: Exact) -> Power:
     """Put the faults together with the control of the gate ``exact``, and say what it would just have seen."""
     control = exact.control
     if control is None:
         return Power(list(faults))
     words = f"every other channel times {control.scale:g}"
-    first = Fault("gain scaled", control.norm, "exact", control.error, exact.bound, control.detected, words)
+    first = Fault(_CONTROL, control.norm, "exact", control.error, exact.bound, control.detected, words)
     smallest = abs(control.scale - 1) * exact.bound / control.error if control.error > 0 else None
     return Power([first, *faults], smallest, control.norm if smallest is not None else None)
 

@@ -22,7 +22,7 @@ from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served, w
 from normswap.inputs import Group, Inputs, Output, run, split
 from normswap.lockstep import current, forwards
 from normswap.meter import NormUnderTest, watching
-from normswap.power import Trial, control_of, doubts_of, in_the_norm_alone, in_the_whole_model, power_of, reached
+from normswap.power import Trial, doubts_of, held_to, in_the_norm_alone, in_the_whole_model, power_of, reached
 from normswap.processes import everywhere, gathered
 from normswap.residual import Layer, Stream, Sums, judge_layers, layers_of
 from normswap.spec import dtype_name
@@ -356,21 +356,18 @@ class Session:
         dtype: torch.dtype,
         order: list[NormUnderTest],
     ) -> None:
-        trial = Trial(model, self.inputs, dtype, self.device)
-        control = control_of(order, trial.error, self.criterion)
+        control, faults = in_the_whole_model(order, Trial(model, self.inputs, dtype, self.device), self.criterion)
         result.exact, failures, doubts = judge_exact(gaps, self.output["name"], control, self.criterion)
         result.exact = replace(result.exact, dtype=dtype_name(dtype))
         self.failures += failures
         self.doubts += doubts
         if not doubts:
-            self.faults = in_the_whole_model(order, trial.error, result.exact.bound)
+            self.faults = held_to(faults, result.exact.bound)
 
     def distances(self, model: nn.Module, dtype: torch.dtype, reference: str) -> list[Gap]:
         """Run some sequences and measure how far they are from the reference."""
         found: list[Gap] = []
-        for group in self.groups:
-            if len(found) >= _CONTROL_SEQUENCES:
-                break
+        for group in self.inputs.some(_CONTROL_SEQUENCES):
             outputs = split(gathered(run(model, group.batch, dtype, self.device)), group)
             for index, output in zip(group.members, outputs, strict=True):
                 found.append(gap(output.main, self.spool.get(reference, index, self.device)[output.name]))
