@@ -40,6 +40,8 @@ def criterion_of(bounds: Iterable[str]) -> Criterion | None:
             raise UsageError(f"--bound: expected {name} as {kind.__name__}, got {value!r}") from None
         if not 0 <= number < float("inf"):
             raise UsageError(f"--bound: expected {name} to be a number of at least 0, got {value!r}")
+        if name == "bootstrap" and number < 1:
+            raise UsageError(f"--bound: expected bootstrap to be at least one resampling, got {value!r}")
         given[name] = number
     return replace(Criterion(), **given) if given else None  # type: ignore[arg-type]
 

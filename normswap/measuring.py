@@ -99,6 +99,7 @@ def measure_sources(
         UsageError: the text cannot be used.
     """
     pair = _Sources(original, converted, plan_of, serving, folds, swap)
+    pair.originals.rounded = unrounded
     exact = pair.load_exact if folds is not None or unrounded else None
     tokenizer = loading.load_tokenizer(original)
     processor = load_processor(original)

@@ -25,10 +25,11 @@ class OriginalNorms:
     Args:
         folded: names of those whose gain the converted model has elsewhere; there the original's code is run with the
             converted norm's own parameters.
+        rounded: whether that holds for all of them, since the converted model has the original's values rounded.
     """
 
-    def __init__(self, folded: Collection[str] = ()) -> None:
-        self.folded = frozenset(folded)
+    def __init__(self, folded: Collection[str] = (), *, rounded: bool = False) -> None:
+        self.folded, self.rounded = frozenset(folded), rounded
         self._copies: dict[str, nn.Module] = {}
 
     def keep(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -52,7 +53,7 @@ class OriginalNorms:
         kept = self._copies.get(name)
         if kept is None:
             return None
-        if name in self.folded:
+        if self.rounded or name in self.folded:
             kept._parameters.update(module._parameters)
         return kept
 

@@ -63,3 +63,8 @@ def test_a_report_beside_the_weights_is_written_and_written_again(llama: Path) -
 def test_two_reports_in_one_file_are_refused(llama: Path, tmp_path: Path) -> None:
     done = run("verify", llama, "--json", tmp_path / "one", "--markdown", tmp_path / "one")
     assert done.exit_code == 2 and "--json and --markdown both name" in done.stderr
+
+
+def test_no_resampling_at_all_is_refused(llama: Path) -> None:
+    done = run("verify", llama, "--bound", "bootstrap=0")
+    assert done.exit_code == 2 and "at least one resampling" in done.stderr
