@@ -41,8 +41,8 @@ _CLEAR = "\r\x1b[2K"
 def main() -> None:
     """Swap every RMSNorm and LayerNorm of a Hugging Face model for a fused kernel, with measured parity.
 
-    MODEL is a Hub id or a folder. Exit codes: 0 done, 1 parity failed (nothing saved), 2 bad usage or bad input,
-    3 internal error.
+    MODEL is a Hub id or a folder. Exit codes: 0 done, 1 parity failed (patch saves nothing then) or was left
+    open, 2 bad usage or bad input, 3 internal error.
     """
 
 
@@ -62,12 +62,16 @@ def _running(command: CommandT) -> CommandT:
             callback=_choose_interpreter,
             help="What runs the norms.  [auto]",
         ),
-        click.option("--dtype", type=_DTYPES, help="What the model is served in.  [the checkpoint's]"),
+        click.option(
+            "--dtype",
+            type=_DTYPES,
+            help="What both models are served in.  [the checkpoint's own]",
+        ),
         click.option("--device", help="Where it runs, such as cpu or cuda:0.  [a GPU if there is one]"),
-        click.option("--text", type=_TEXT, help="UTF-8 text to verify on.  [built-in prompts]"),
+        click.option("--text", type=_TEXT, help="UTF-8 text to measure on.  [built-in prompts]"),
         click.option("--tokens", type=click.IntRange(min=1), help="Tokens to measure on in all.  [2048]"),
-        click.option("--json", "json_file", type=_FILE, help="Write the measurements there."),
-        click.option("--report", "html_file", type=_FILE, help="Write them as an HTML page there."),
+        click.option("--json", "json_file", type=_FILE, help="Write all measurements as JSON there."),
+        click.option("--report", "html_file", type=_FILE, help="Write all measurements as an HTML page there."),
         click.option("--markdown", "markdown_file", type=_FILE, help="Write a summary for a model card there."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that the checkpoint brings along."),
     ):
@@ -149,15 +153,31 @@ def patch_command(model: str, out: Path, no_verify: bool, readme: bool, **option
 
 @main.command("verify")
 @click.argument("checkpoint")
-@click.option("--against", metavar="MODEL", help="The original.  [the source that the manifest names]")
+@click.option(
+    "--against",
+    metavar="MODEL",
+    help="The original.  [the source that the manifest names, else CHECKPOINT itself]",
+)
 @click.option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Sequences that run as one, padded.  [1]")
 @click.option(
-    "--generate", type=click.IntRange(min=0), default=0, metavar="N", help="Compare N tokens written greedily."
+    "--generate",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Compare N tokens of greedy text after each prompt.",
 )
 @click.option("--reference", type=_REFERENCES, help="Arithmetic of the reference.  [finer than what is served]")
-@click.option("--max-memory", metavar="SIZE", help="Load layer by layer what needs more.  [what is free]")
-@click.option("--bound", "bounds", multiple=True, metavar="NAME=VALUE", help="Another bound of the verdict.")
+@click.option(
+    "--max-memory", metavar="SIZE", help="Read layer by layer what needs more memory, such as 4GB.  [what is free]"
+)
+@click.option(
+    "--bound",
+    "bounds",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Judge by another bound, such as ratio_max=1.5; a wrong NAME lists them.",
+)
 @click.option("--readme", is_flag=True, help="Put the summary into CHECKPOINT's README.md.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every norm, layer and tensor.")
 @click.option("-q", "--quiet", is_flag=True, help="Show one line.")
@@ -165,8 +185,9 @@ def patch_command(model: str, out: Path, no_verify: bool, readme: bool, **option
 def verify_command(checkpoint: str, verbose: bool, quiet: bool, bounds: tuple[str, ...], **options: Any) -> None:
     """Measure whether CHECKPOINT computes what the original computes, and where it departs.
 
-    The verdict is pass, fail, or inconclusive where a fault put in on purpose was not seen; the exit code is 0 for
-    pass only.
+    CHECKPOINT is a folder or a Hub id. The verdict is pass, fail, or inconclusive, where the measurement cannot tell;
+    the exit code is 0 for pass only. A checkpoint with a manifest runs with its norms swapped, one without as it is,
+    unless --backend names one.
     """
     files, readme = _files_of(options), options.pop("readme")
     with _errors():

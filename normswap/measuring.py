@@ -367,6 +367,6 @@ def reference_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
         UsageError: it is neither float32 nor float64.
     """
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if dtype not in (None, torch.float32, torch.float64):
+    if given is not None and dtype not in (torch.float32, torch.float64):
         raise UsageError(f"expected the reference in float32 or float64, got {given!r}")
     return dtype

@@ -79,7 +79,7 @@ def _sections(report: ParityReport, verbose: bool) -> Iterator[_Section]:
         ("tensors that nothing explains", tables.change_table(report, explained=False)),
         ("tensors that differ, as explained", tables.change_table(report, explained=True, brief=True)),
         ("settings that differ", tables.setting_table(report)),
-        ("folded gains and their readers", tables.pair_table(report)),
+        ("folded gains and their readers", tables.pair_table(report, brief=True)),
         ("where continuations part", tables.divergence_table(report)),
         ("outputs and tokens", tables.token_table(report)),
     ]
@@ -122,12 +122,13 @@ def _table(table: tables.Table, width: int) -> list[str]:
         widest = widths.index(max(widths))
         second = max((size for at, size in enumerate(widths) if at != widest), default=0)
         widths[widest] -= max(1, min(sum(widths) - room, widths[widest] - second))
-    return [_row(row[: end + 1], widths, width) for row, end in zip(rows, last, strict=True)]
+    return [line for row, end in zip(rows, last, strict=True) for line in _row(row[: end + 1], widths, width)]
 
 
-def _row(cells: list[str], widths: list[int], width: int) -> str:
-    """Write one line; its last cell has the rest of the page, if it is not in the last column."""
+def _row(cells: list[str], widths: list[int], width: int) -> list[str]:
+    """Write one row; its last cell has the rest of the page and more lines, if it is not in the last column."""
     *first, final = cells
     start = "".join(f"{shorten(cell, size).ljust(size)}  " for cell, size in zip(first, widths, strict=False))
-    room = width - len(start) if len(cells) < len(widths) else widths[-1]
-    return f"{start}{shorten(final, room)}".rstrip()
+    if len(cells) == len(widths) or not final:
+        return [f"{start}{shorten(final, widths[-1])}".rstrip()]
+    return textwrap.wrap(final, width, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False)

@@ -163,13 +163,13 @@ def fault_table(report: ParityReport) -> Table:
     return Table(["", "fault", "norm", "gate", "figure", "bound", "remark"], rows, frozenset({4, 5}))
 
 
-def pair_table(report: ParityReport) -> Table:
-    """Write the folded norms with the weights that read them."""
+def pair_table(report: ParityReport, *, brief: bool = False) -> Table:
+    """Write the folded norms with the weights that read them, or with their number where it is to be brief."""
     rows = [
         [
             _MARK[pair.passed],
             pair.norm,
-            ", ".join(pair.consumers),
+            str(len(pair.consumers)) if brief else ", ".join(pair.consumers),
             number(pair.error),
             number(pair.bound),
             "-" if pair.channel is None else str(pair.channel),
@@ -178,7 +178,8 @@ def pair_table(report: ParityReport) -> Table:
         ]
         for pair in report.pairs
     ]
-    head = ["", "norm", "read by", "error", "bound", "worst channel", "its error", "its bound"]
+    read = "readers" if brief else "read by"
+    head = ["", "norm", read, "error", "bound", "worst channel", "its error", "its bound"]
     return Table(head, rows, frozenset(range(3, len(head))))
 
 

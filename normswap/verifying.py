@@ -98,6 +98,7 @@ def verify(
         >>> normswap.verify(model, tokens=256).exact.error < 1e-5
         True
     """
+    _require_kinds(checkpoint, against, criterion, generate)
     more = {
         "reference": reference_dtype(reference),
         "tokens": tokens,
@@ -169,6 +170,17 @@ def verify(
         command=_command(checkpoint, against, serving, backend=backend, dtype=dtype, device=device, revision=revision,
                          max_memory=max_memory, trust_remote_code=trust_remote_code),
     )  # fmt: skip
+
+
+def _require_kinds(checkpoint: object, against: object, criterion: object, generate: int) -> None:
+    """Refuse arguments of another kind by their names, before a deeper place stumbles over them."""
+    for name, given in (("checkpoint", checkpoint), ("against", against)):
+        if not isinstance(given, (nn.Module, str, Path)) and not (given is None and name == "against"):
+            raise UsageError(f"expected {name} to be a module, a folder or a Hub id, got {given!r}")
+    if criterion is not None and not isinstance(criterion, Criterion):
+        raise UsageError(f"expected criterion to be a normswap.Criterion, got {criterion!r}")
+    if generate < 0:
+        raise UsageError(f"expected generate to be 0 or more, got {generate}")
 
 
 def _measured(

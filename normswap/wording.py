@@ -144,9 +144,9 @@ def _shares(report: ParityReport) -> Iterator[tuple[float, str]]:
         kl_low, _ = served.kl_ratio_interval or (None, None)
         ratios = [
             ("served: ratio of errors", served.ratio, bounds.ratio_max),
-            ("served: its interval from", low, bounds.ratio_interval_low),
+            ("served: interval of the ratio of errors from", low, bounds.ratio_interval_low),
             ("served: ratio of KL", served.kl_ratio, bounds.ratio_max),
-            ("served: its interval from", kl_low, bounds.ratio_interval_low),
+            ("served: interval of the ratio of KL from", kl_low, bounds.ratio_interval_low),
         ]
     else:
         ratios = [("served: error over what rounding explains", served.ratio_explained, bounds.ratio_max)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from example_reports import EXAMPLES, big, failing, hostile, inconclusive, minimal, passing
 
+from normswap.evidence import PairFigures
 from normswap.report import render
 
 pytestmark = pytest.mark.core
@@ -76,13 +77,29 @@ def test_verbose_lists_everything() -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("pass", "PASS  served: its interval from 0.981 <= 1.05"),
+        ("pass", "PASS  served: interval of the ratio of errors from 0.981 <= 1.05"),
         ("big", "FAIL  norms: model.layers.40.input_layernorm: max_ulp 6 above 1"),
         ("minimal", "PASS"),
     ],
 )
 def test_quiet_is_the_verdict_and_the_worst_figure(name: str, line: str) -> None:
     assert render(EXAMPLES[name](), quiet=True) == line
+
+
+def test_nothing_is_left_out_of_what_was_done_to_the_tensors() -> None:
+    told = "weights.bin instead of safetensors, tied tensors written out: " + ", ".join(f"head.{n}" for n in range(12))
+    tensors = passing().tensors
+    assert tensors is not None
+    words = " ".join(render(replace(passing(), tensors=replace(tensors, summary=told))).split())
+    assert told in words
+
+
+def test_folded_norms_keep_their_names_in_the_table_of_readers() -> None:
+    pair = PairFigures(
+        "model.layers.0.input_layernorm", [f"model.layers.0.self_attn.{n}.weight" for n in "qkv"], 0, 1, True
+    )
+    lines = render(replace(passing(), pairs=[pair]), verbose=True).splitlines()
+    assert any(re.match(rf"ok +{pair.norm} +3 +0 ", line) for line in lines)
 
 
 def test_quiet_names_the_first_failure_and_counts_the_rest() -> None:
