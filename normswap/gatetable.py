@@ -47,7 +47,7 @@ def gate_table(report: ParityReport, *, brief: bool = False) -> Table:
 def _tensors_state(report: ParityReport) -> str:
     # A reader that was missed is told by the gate of the folds, and is a tensor that nothing explains all the same.
     unknown = report.tensors is not None and report.tensors.unexplained
-    return "FAIL" if unknown and report.failures else state_of(report, "tensors")
+    return "FAIL" if unknown and report.failures else state_of(report, "tensors", "settings")
 
 
 def _tensor_rows(report: ParityReport) -> list[list[str]]:

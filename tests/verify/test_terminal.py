@@ -94,6 +94,11 @@ def test_nothing_is_left_out_of_what_was_done_to_the_tensors() -> None:
     assert told in words
 
 
+def test_a_setting_that_leaves_it_open_is_no_ok() -> None:
+    report = replace(passing(), doubts=["settings: max_position_embeddings differ"])
+    assert any(re.match("tensors +doubt ", line) for line in render(report).splitlines())
+
+
 def test_folded_norms_keep_their_names_in_the_table_of_readers() -> None:
     pair = PairFigures(
         "model.layers.0.input_layernorm", [f"model.layers.0.self_attn.{n}.weight" for n in "qkv"], 0, 1, True
