@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import nn
 
-from normswap.errors import UsageError
+from normswap.errors import ModelError, UsageError
 from normswap.evidence import TensorChange, TensorFigures
+from normswap.factors import leave
+from normswap.folding import make_fold_plan
+from normswap.foldplan import FoldPlan, effective_gain
+from normswap.gains import check_fold, fold_
 from normswap.gaps import Gap
+from normswap.patching import unpatch
+from normswap.plan import make_plan
 from normswap.recognising import describe
 from normswap.spec import dtype_name
 
-__all__ = ["compare_modules", "naming", "require_values", "unseen_changes"]
+__all__ = ["compare_modules", "find_folds", "naming", "require_values", "told_as_folded", "unseen_changes"]
 
 # Changed values are named up to so many.
 _SHOWN = 5
@@ -65,6 +74,51 @@ def compare_modules(original: nn.Module, converted: nn.Module) -> TensorFigures:
     told = "1 tensor differs" if len(changes) == 1 else f"{len(changes)} tensors differ"
     kind, summary = ("unknown", told) if changes else ("identical", "identical")
     return TensorFigures(summary, kind, len(ours), same, changes)
+
+
+@torch.no_grad()
+def find_folds(original: nn.Module, converted: nn.Module) -> FoldPlan | None:
+    """Find the folds that make one module of another, bit for bit, as `normswap.fold` does; None where none do.
+
+    Args:
+        original: the module that is right by definition; it is not changed.
+        converted: the module under test.
+    """
+    model = unpatch(copy.deepcopy(original))
+    theirs, dropped = dict(converted.named_parameters()), []
+    plan = make_plan(model)
+    for decision in plan.decisions:
+        spec = decision.spec
+        if spec is None or spec.gain_name is None:
+            continue
+        name = f"{decision.name}.{spec.gain_name}".removeprefix(".")
+        gains = (dict(model.named_parameters()).get(name), theirs.get(name))
+        one, other = (None if gain is None else bool((effective_gain(spec, gain) == 1).all()) for gain in gains)
+        if one is False and other:
+            dropped.append(decision.name)
+    if not dropped:
+        return None
+    try:
+        folds = make_fold_plan(model, plan)
+        folds = leave(folds, {fold.name: "its gain was left" for fold in folds.folds if fold.name not in dropped})
+        folds = leave(folds, check_fold(model, folds))
+        if {fold.name for fold in folds.folds} != set(dropped):
+            return None
+        fold_(model, folds)
+    except ModelError:
+        return None
+    return None if compare_modules(model, converted).changes else folds
+
+
+def told_as_folded(figures: TensorFigures, folds: FoldPlan) -> TensorFigures:
+    """Say of tensors that differ that folds explain it, where `find_folds` has shown that they do."""
+    weights = {consumer.parameter for fold in folds.folds for consumer in fold.consumers}
+    told = [
+        f"{count} {what}{'' if count == 1 else 's'}"
+        for count, what in ((len(folds.folds), "gain"), (len(weights), "linear"))
+    ]
+    changes = [replace(one, kind="folded", explained=True, detail="what folding gives") for one in figures.changes]
+    return replace(figures, kind="folded", summary=f"{told[0]} folded into {told[1]}", changes=changes)
 
 
 def _changed(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorChange | None:

@@ -248,11 +248,19 @@ def _droppable(model: nn.Module, folds: FoldPlan) -> list[Dropped]:
 class _Modules(_Pair):
     """Two modules, of which copies are run."""
 
-    def __init__(self, original: nn.Module, converted: nn.Module, serving: Serving, swap: bool, backend: str | None):
+    def __init__(
+        self,
+        original: nn.Module,
+        converted: nn.Module,
+        serving: Serving,
+        swap: bool,
+        backend: str | None,
+        folds: FoldPlan | None,
+    ) -> None:
         self.original, self.converted, self.serving, self.backend = original, converted, serving, backend
-        self.swap = swap
-        self.dropped = []
-        self.originals = OriginalNorms()
+        self.swap, self.folds = swap, folds
+        self.dropped = [] if folds is None else _droppable(original, folds)
+        self.originals = OriginalNorms([] if folds is None else [fold.name for fold in folds.folds])
         self.names = [] if original is converted else [decision.name for decision in make_plan(converted).swaps]
 
     def load_original(self, dtype: torch.dtype) -> nn.Module:
@@ -272,9 +280,22 @@ class _Modules(_Pair):
             self.plan = self.plan or make_plan(model)
         return model
 
+    def load_exact(self, dtype: torch.dtype) -> nn.Module:
+        assert self.folds is not None
+        model = unpatch(copy.deepcopy(self.original)).to(self.serving.device, dtype).eval()
+        fold_(model, self.folds)
+        if self.swap:
+            patch(model, backend=self.serving.backend, verify=False)
+        return model
+
 
 def measure_modules(
-    converted: nn.Module, original: nn.Module, serving: Serving, *, backend: str | None = None
+    converted: nn.Module,
+    original: nn.Module,
+    serving: Serving,
+    *,
+    backend: str | None = None,
+    folds: FoldPlan | None = None,
 ) -> ParityReport:
     """Measure one module against another; copies are run, neither is changed.
 
@@ -284,14 +305,16 @@ def measure_modules(
         original: the module that is right by definition; runs without swapped norms.
         serving: how both run.
         backend: what runs the swapped norms, if that was asked for.
+        folds: that make `converted` of `original`, bit for bit; the gate ``exact`` runs them unrounded. None without.
 
     Raises:
         NothingToPatchError: `converted` is `original` and has no norm that can be swapped.
         ModelError: a model cannot be run.
     """
     patched = any(True for _ in modules.fused_norms(converted))
-    pair = _Modules(original, converted, serving, patched or converted is original or backend is not None, backend)
-    return _measure(pair, getattr(original, "config", None), serving)
+    swap = patched or converted is original or backend is not None
+    pair = _Modules(original, converted, serving, swap, backend, folds)
+    return _measure(pair, getattr(original, "config", None), serving, None if folds is None else pair.load_exact)
 
 
 def _measure(

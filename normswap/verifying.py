@@ -15,7 +15,7 @@ from normswap import opening
 from normswap.comparing import Comparison, compare_checkpoints
 from normswap.configdiff import doubts_on_settings
 from normswap.errors import CheckpointError, UsageError
-from normswap.inmemory import compare_modules, naming, require_values, unseen_changes
+from normswap.inmemory import compare_modules, find_folds, naming, require_values, told_as_folded, unseen_changes
 from normswap.manifest import plan_of_manifest
 from normswap.measuring import Serving, measure_modules, measure_sources, reference_dtype
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
@@ -115,8 +115,12 @@ def verify(
             raise UsageError(f"expected two modules or two checkpoints, got {kinds}")
         require_values(checkpoint, against)
         serving = opening.serving(backend, dtype, device, checkpoint, text, criterion, progress, **more)
-        report = measure_modules(checkpoint, against, serving, backend=None if backend == "auto" else serving.backend)
+        swapped = None if backend == "auto" else serving.backend
+        folds = None if checkpoint is against else find_folds(against, checkpoint)
+        report = measure_modules(checkpoint, against, serving, backend=swapped, folds=folds)
         tensors = None if checkpoint is against else compare_modules(against, checkpoint)
+        if tensors is not None and folds is not None:
+            tensors = told_as_folded(tensors, folds)
         named = naming(tensors) if tensors is not None and report.failures else []
         unseen = unseen_changes(tensors) if tensors is not None and report.exact.error == 0 else []
         return replace(
