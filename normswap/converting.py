@@ -33,6 +33,7 @@ from normswap.resuming import ResumableFolder
 from normswap.rows import row_reader
 from normswap.sizes import parse_size
 from normswap.source import Source
+from normswap.spec import dtype_name
 from normswap.streaming import Written, write_checkpoint
 from normswap.untying import require_untied
 
@@ -269,10 +270,21 @@ class _Job:
 
     def _measured(self, converted: Source, folds: FoldPlan | None) -> ParityReport:
         report = measure_sources(self.source, converted, lambda _: self.plan, self.serving, folds=folds)
-        out = str(self.out)
-        return replace(
-            report, checkpoint=out, against=self.source.name, command=shlex.join(["normswap", "verify", out])
-        )
+        return replace(report, checkpoint=str(self.out), against=self.source.name, command=self._command())
+
+    def _command(self) -> str:
+        """Write the command that measures this again, with all that it would not choose by itself."""
+        serving = self.serving
+        usual = opening.serving("auto", None, serving.device, self.source, None, None, None)
+        options = {
+            "--text": serving.text,
+            "--tokens": serving.tokens,
+            "--dtype": None if serving.dtype == usual.dtype else dtype_name(serving.dtype),
+            "--backend": None if serving.backend == usual.backend else serving.backend,
+        }
+        words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        trusted = ["--trust-remote-code"] if self.source.trust_remote_code else []
+        return shlex.join(["normswap", "verify", str(self.out), *words, *trusted])
 
     def _reopened(self, folder: Path) -> Source:
         found = loading.resolve(folder, trust_remote_code=self.source.trust_remote_code)

@@ -81,6 +81,13 @@ def test_the_original_gets_no_readme(llama: Path) -> None:
     assert {path.name: path.read_bytes() for path in llama.iterdir()} == before
 
 
+def test_a_conversion_says_how_to_measure_it_again(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("patch", llama, "-o", out, "--device", "cpu", "--tokens", "128", "--dtype", "float16")
+    assert done.exit_code == 0, done.stderr
+    assert f"normswap verify {out} --tokens 128 --dtype float16" in " ".join(done.stdout.split())
+
+
 def test_a_conversion_writes_the_same_forms(llama: Path, tmp_path: Path) -> None:
     options = ("--report", tmp_path / "r.html", "--markdown", tmp_path / "r.md", "--readme", "--device", "cpu")
     done = run("patch", llama, "-o", tmp_path / "out", *options)
