@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -82,9 +81,8 @@ def measure(
         ModelError: a model does not run on the inputs.
     """
     criterion = criterion or Criterion()
-    with tempfile.TemporaryDirectory(prefix="normswap-") as folder:
-        room = None if budget is None else budget // _KEEPERS
-        spool = Spool(Path(folder)) if room is None else Spool(Path(folder), min(Spool.room, room))
+    room = None if budget is None else budget // _KEEPERS
+    with closing(Spool() if room is None else Spool(room=min(Spool.room, room))) as spool:
         session = Session(
             original, converted, norms, inputs, torch.device(device), criterion, spool, swapped, room=room
         )
