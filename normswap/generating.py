@@ -105,12 +105,22 @@ def continuations(model: nn.Module, prompts: Inputs, tokens: int) -> list[Contin
     return found
 
 
-def check_generates(model: nn.Module) -> None:
-    """Refuse a model that does not generate text.
+def check_generates(model: nn.Module, tokens: int = 0) -> None:
+    """Refuse a model that does not generate text, or not so much of it.
+
+    Args:
+        model: any.
+        tokens: that it is to write after a prompt.
 
     Raises:
-        UsageError: it does not.
+        UsageError: it does not, or has no positions for so many.
     """
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(positions, int) and tokens >= positions:
+        raise UsageError(
+            f"expected fewer than {positions} tokens to be generated, the positions of {type(model).__name__}, got "
+            f"{tokens}"
+        )
     able = getattr(model, "can_generate", None)
     if not callable(able) or not able() or not isinstance(model, GenerationMixin):
         raise UsageError(

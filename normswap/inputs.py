@@ -18,7 +18,7 @@ from normswap.padding import pad, pad_token, shortened
 from normswap.processors import Processor, processed
 from normswap.running import Output, device_of, dtype_of, output_of, run
 from normswap.stacking import Group, positional, split, stack
-from normswap.texts import encode, known, passages_of, share
+from normswap.texts import SHORTEST, encode, known, passages_of, share
 
 __all__ = ["Group", "Inputs", "Output", "make_inputs", "output_of", "run", "split"]
 
@@ -151,6 +151,11 @@ def make_inputs(
         raise UsageError(f"--batch {batch}: expected at least one sequence")
     if batch > 1:
         _check_padding(model, names, batch)
+        if (tokens is not None and tokens < 2 * batch * SHORTEST) or batch > _MOST:
+            raise UsageError(
+                f"--batch {batch}: expected at most {_MOST} sequences, and {SHORTEST} tokens for each of two batches "
+                f"(--tokens {2 * batch * SHORTEST} or more)"
+            )
         sequences = max(sequences, 2 * batch)
     if text is not None and tokenizer is None:
         raise UsageError(f"--text {text}: the checkpoint has no tokenizer to read it with; leave --text out")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from normswap.generating import check_generates
 from normswap.inputs import Inputs, make_inputs
 from normswap.loading import Source
 from normswap.offloading import load_streamed, needs_streaming, stream_of
+from normswap.overlay import overlay_
 from normswap.parity import Criterion, Dropped, NormUnderTest, ParityReport, measure
 from normswap.patching import apply_plan, patch, unpatch
 from normswap.plan import Plan, make_plan
@@ -76,13 +77,13 @@ def measure_sources(
     folds: FoldPlan | None = None,
     swap: bool = True,
     unrounded: bool = False,
-    explained: bool = True,
+    unexplained: Collection[str] = (),
 ) -> ParityReport:
     """Measure a checkpoint against an original.
 
     Where gains were folded or values cast, the gate ``exact`` runs the original's weights under the converted
-    checkpoint's configuration and code, with the folds made in memory, without the rounding to the stored dtype; the
-    other gates run what is stored.
+    checkpoint's configuration and code, with the folds made in memory, without the rounding to the stored dtype, and
+    what is stored of tensors that nothing explains; the other gates run what is stored.
 
     Args:
         original: the checkpoint that is right by definition.
@@ -92,18 +93,19 @@ def measure_sources(
         folds: gains that were folded in the converted checkpoint; None without.
         swap: whether the converted model is served with these norms swapped, or as it is.
         unrounded: whether what is stored is the original's values but for rounding; so wherever gains were folded.
-        explained: see `normswap.parity.measure`.
+        unexplained: names of stored tensors that are neither the original's nor what was done to it, which a whole
+            model gets as they are.
 
     Raises:
         CheckpointError, ModelError: a model cannot be loaded or run.
         UsageError: the text cannot be used.
     """
     pair = _Sources(original, converted, plan_of, serving, folds, swap)
-    pair.originals.rounded = unrounded
+    pair.originals.rounded, pair.unexplained = unrounded, unexplained
     exact = pair.load_exact if folds is not None or unrounded else None
     tokenizer = loading.load_tokenizer(original)
     processor = load_processor(original)
-    report = _measure(pair, original.config, serving, exact, tokenizer, processor, explained=explained)
+    report = _measure(pair, original.config, serving, exact, tokenizer, processor, explained=not unexplained)
     return replace(report, streamed=pair.streamed)
 
 
@@ -142,7 +144,7 @@ class _Sources(_Pair):
         self.dropped: list[Dropped] = []
         self.originals = OriginalNorms([] if folds is None else [fold.name for fold in folds.folds])
         self.last: _Last | None = None
-        self.streamed = False
+        self.streamed, self.unexplained = False, cast(Collection[str], ())
 
     def load(self, source: Source, dtype: torch.dtype, *, untied: bool = False) -> nn.Module:
         self.last = None
@@ -206,6 +208,8 @@ class _Sources(_Pair):
         if folds is not None:
             fold = fold_parallel_ if launched() else fold_ if stream_of(model) is None else fold_streamed_
             fold(model, folds)
+        if self.unexplained and stream_of(model) is None and not launched():
+            overlay_(model, self.converted, self.unexplained, dtype)
         return self.prepared(model)
 
 
@@ -356,7 +360,7 @@ def _inputs(pair: _Pair, config: object, serving: Serving, tokenizer: object, pr
     try:
         model = pair.load_original(dtype)
         if serving.generate:
-            check_generates(model)
+            check_generates(model, serving.generate)
         return make_inputs(
             model,
             config,
@@ -368,7 +372,7 @@ def _inputs(pair: _Pair, config: object, serving: Serving, tokenizer: object, pr
             processor=processor,
         )
     except ModelError as error:
-        raise ModelError(f"{error}. Without a run nothing is measured; --no-verify goes on without") from error
+        raise ModelError(f"{error}. Without a run nothing is measured; patch --no-verify goes on without") from error
 
 
 def named_dtype(given: str | torch.dtype) -> torch.dtype:

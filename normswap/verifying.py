@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from normswap.source import Source
 
 __all__ = ["verify"]
 
+# What a loader reads beside weights and configuration.
+_BESIDE = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "generation_config.json"),
+    *("chat_template.jinja", "preprocessor_config.json"),
+)
 # What is told as the backend where no norm was swapped.
 _OWN = "none (the model's own code)"
 
@@ -106,8 +112,6 @@ def verify(
         "generate": generate,
         "budget": parse_size(max_memory) if isinstance(max_memory, str) else max_memory,
     }
-    if generate < 0:
-        raise UsageError(f"expected no tokens to generate (0), or some, got {generate}")
     if isinstance(checkpoint, nn.Module) or isinstance(against, nn.Module):
         against = checkpoint if against is None else against
         if not isinstance(checkpoint, nn.Module) or not isinstance(against, nn.Module):
@@ -153,7 +157,7 @@ def verify(
         found = compare_checkpoints(original, other, converted, files, manifest=manifest, progress=progress)
     swap = manifest is not None or against is None or backend != "auto"
     report = _measured(original, converted, manifest, serving, found, swap)
-    notes = [*report.notes, *(found.notes if found is not None else [])]
+    notes = [*report.notes, *(found.notes if found is not None else []), *_notes_beside(converted, original)]
     failures = [*(found.failures if found is not None else []), *report.failures]
     doubts = report.doubts
     if found is not None and not failures:
@@ -174,6 +178,17 @@ def verify(
         command=_command(checkpoint, against, serving, backend=backend, dtype=dtype, device=device, revision=revision,
                          max_memory=max_memory, trust_remote_code=trust_remote_code),
     )  # fmt: skip
+
+
+def _notes_beside(converted: Source, original: Source) -> list[str]:
+    """Name the files beside weights and configuration that both have and that differ: they are not judged."""
+    differ = []
+    for name in _BESIDE:
+        here, there = converted.path / name, original.path / name
+        with suppress(OSError):
+            if here.is_file() and there.is_file() and here.read_bytes() != there.read_bytes():
+                differ.append(name)
+    return [f"{name} differs from the original's, and is not judged" for name in differ]
 
 
 def _require_kinds(checkpoint: object, against: object, criterion: object, generate: int) -> None:
@@ -201,11 +216,11 @@ def _measured(
             plan.require_swaps()
         return plan
 
-    explained = found is None or not found.figures.unexplained
-    cast = found is not None and explained and "cast" in found.figures.kind
+    unexplained = () if found is None else [change.name for change in found.figures.unexplained]
+    cast = found is not None and not unexplained and "cast" in found.figures.kind
     folds = None if found is None else found.folds
     return measure_sources(
-        original, converted, plan_of, serving, folds=folds, swap=swap, unrounded=cast, explained=explained
+        original, converted, plan_of, serving, folds=folds, swap=swap, unrounded=cast, unexplained=unexplained
     )
 
 

@@ -74,3 +74,15 @@ def test_a_float64_reference_leaves_the_lost_gain_what_it_was(original: Path, tm
     assert in_float64.verdict == "pass", in_float64.failures
     assert in_float32.logits.control is not None and in_float64.logits.control is not None
     assert in_float64.logits.control.ratio == pytest.approx(in_float32.logits.control.ratio, rel=0.01)
+
+
+def test_what_nothing_explains_of_a_folded_checkpoint_is_run_as_it_is_stored(original: Path, tmp_path: Path) -> None:
+    """A tensor that no fold touches, spoiled beside right folds, is seen by gate exact, and its layer is named."""
+    out = normswap.convert(original, tmp_path / "out", fold=True, verify=False).out
+    file = out / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.self_attn.o_proj.weight"][3, 4] += 1.0
+    save_file(weights, file, {"format": "pt"})
+    report = normswap.verify(out, device="cpu", tokens=256)
+    assert report.departs == "model.layers.1"
+    assert {failure.split(":")[0] for failure in report.failures} >= {"tensors", "exact"}
