@@ -5,6 +5,7 @@
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 VENV4 := .venv-transformers4
 BIN := $(VENV)/bin
@@ -39,8 +40,8 @@ venv: $(VENV)/.installed  ## the virtual environment, with the package installed
 demo: venv  ## convert a real SmolLM2-135M and compare the conversion with the original
 	$(BIN)/python tools/demo.py
 
-test: venv  ## all tests but the long sweeps
-	$(BIN)/pytest -m "not slow" $(ARGS)
+test: venv  ## all tests but the long sweeps, on WORKERS=2 processes
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 test-slow: venv  ## the long sweeps
 	$(BIN)/pytest -m slow $(ARGS)
