@@ -62,6 +62,13 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_other_checkpoints_code() -> None:
+    """Code that checkpoints bring along is imported as one package from one cache, once; each file has its own."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory that the package asks for is full of NaN, so that an unwritten lane cannot pass."""

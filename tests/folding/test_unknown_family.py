@@ -181,7 +181,6 @@ def quarry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "configuration_quarry.py").write_text(CONFIGURATION)
     (folder / "modeling_quarry.py").write_text(MODELING)
-    _forget_code()
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules"))
         patching.setattr(sys, "path", [*sys.path])
@@ -191,13 +190,6 @@ def quarry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tensors = {key: value + 0.2 * torch.randn(value.shape) for key, value in model.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         yield folder
-    _forget_code()
-
-
-def _forget_code() -> None:
-    """Have the package of checkpoints' code imported anew: it is taken from one cache, once."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        del sys.modules[name]
 
 
 def load(folder: Path) -> nn.Module:
