@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from normswap import loading, modules
-from normswap.errors import ModelError, UsageError
+from normswap.errors import ModelError
 from normswap.foldplan import FoldPlan, effective_gain
 from normswap.gains import fold_
 from normswap.generating import check_generates
@@ -30,7 +30,7 @@ from normswap.streamfold import fold_parallel_, fold_streamed_
 from normswap.undertest import OriginalNorms, norms_under_test
 from normswap.untying import untie_
 
-__all__ = ["Serving", "measure_modules", "measure_sources", "named_dtype", "reference_dtype"]
+__all__ = ["Serving", "measure_modules", "measure_sources"]
 
 # Gains that are tried as the control of the gate ``served``, until one shows.
 _CONTROLS = 3
@@ -78,6 +78,7 @@ def measure_sources(
     swap: bool = True,
     unrounded: bool = False,
     unexplained: Collection[str] = (),
+    same: bool = False,
 ) -> ParityReport:
     """Measure a checkpoint against an original.
 
@@ -95,13 +96,15 @@ def measure_sources(
         unrounded: whether what is stored is the original's values but for rounding; so wherever gains were folded.
         unexplained: names of stored tensors that are neither the original's nor what was done to it, which a whole
             model gets as they are.
+        same: whether both are known to hold the same values under the same settings and code, so that gate ``exact``
+            need not load them twice.
 
     Raises:
         CheckpointError, ModelError: a model cannot be loaded or run.
         UsageError: the text cannot be used.
     """
     pair = _Sources(original, converted, plan_of, serving, folds, swap)
-    pair.originals.rounded, pair.unexplained = unrounded, unexplained
+    pair.originals.rounded, pair.unexplained, pair.same = unrounded, unexplained, same
     exact = pair.load_exact if folds is not None or unrounded else None
     tokenizer = loading.load_tokenizer(original)
     processor = load_processor(original)
@@ -144,6 +147,7 @@ class _Sources(_Pair):
         self.dropped: list[Dropped] = []
         self.originals = OriginalNorms([] if folds is None else [fold.name for fold in folds.folds])
         self.last: _Last | None = None
+        self.same = False
         self.streamed, self.unexplained = False, cast(Collection[str], ())
 
     def load(self, source: Source, dtype: torch.dtype, *, untied: bool = False) -> nn.Module:
@@ -179,7 +183,9 @@ class _Sources(_Pair):
         return last.model if whole and last is not None else None
 
     def load_converted(self, dtype: torch.dtype) -> nn.Module:
-        same = self.original.path.resolve() == self.converted.path.resolve()
+        one = self.original.path.resolve() == self.converted.path.resolve()
+        # What is served is loaded from its own files in any case.
+        same = one or (self.same and dtype != self.serving.dtype)
         return self.prepared((self.taken(dtype) if same else None) or self.load(self.converted, dtype))
 
     def prepared(self, model: nn.Module) -> nn.Module:
@@ -373,27 +379,3 @@ def _inputs(pair: _Pair, config: object, serving: Serving, tokenizer: object, pr
         )
     except ModelError as error:
         raise ModelError(f"{error}. Without a run nothing is measured; patch --no-verify goes on without") from error
-
-
-def named_dtype(given: str | torch.dtype) -> torch.dtype:
-    """Return a dtype that models are served in, by name or as it is.
-
-    Raises:
-        UsageError: it is none of float32, float16 and bfloat16.
-    """
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UsageError(f"expected dtype float32, float16 or bfloat16, got {given!r}")
-    return dtype
-
-
-def reference_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    """Return a dtype of the reference's arithmetic, by name or as it is; None for the usual one.
-
-    Raises:
-        UsageError: it is neither float32 nor float64.
-    """
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is not None and dtype not in (torch.float32, torch.float64):
-        raise UsageError(f"expected the reference in float32 or float64, got {given!r}")
-    return dtype

@@ -13,9 +13,10 @@ from torch import nn
 
 from normswap import checkpoint as ckpt
 from normswap import loading, modules
+from normswap.dtypes import named_dtype
 from normswap.errors import CheckpointError, UsageError
 from normswap.loading import Source
-from normswap.measuring import Serving, named_dtype
+from normswap.measuring import Serving
 from normswap.parity import Criterion
 from normswap.quiet import first_line
 

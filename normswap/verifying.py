@@ -15,10 +15,11 @@ from normswap import checkpoint as ckpt
 from normswap import opening
 from normswap.comparing import Comparison, compare_checkpoints
 from normswap.configdiff import doubts_on_settings
+from normswap.dtypes import reference_dtype
 from normswap.errors import CheckpointError, UsageError
 from normswap.inmemory import compare_modules, find_folds, naming, require_values, told_as_folded, unseen_changes
 from normswap.manifest import plan_of_manifest
-from normswap.measuring import Serving, measure_modules, measure_sources, reference_dtype
+from normswap.measuring import Serving, measure_modules, measure_sources
 from normswap.opening import Progress, check_weights, open_source, require_one_class, source_of_manifest
 from normswap.parity import Criterion, ParityReport
 from normswap.plan import Plan, make_plan
@@ -219,8 +220,18 @@ def _measured(
     unexplained = () if found is None else [change.name for change in found.figures.unexplained]
     cast = found is not None and not unexplained and "cast" in found.figures.kind
     folds = None if found is None else found.folds
+    same = found is not None and found.figures.kind in ("identical", "rearranged") and not found.figures.changes
+    same = same and found is not None and not found.figures.settings and not original.trust_remote_code
     return measure_sources(
-        original, converted, plan_of, serving, folds=folds, swap=swap, unrounded=cast, unexplained=unexplained
+        original,
+        converted,
+        plan_of,
+        serving,
+        folds=folds,
+        swap=swap,
+        unrounded=cast,
+        unexplained=unexplained,
+        same=same,
     )
 
 
