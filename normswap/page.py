@@ -21,11 +21,26 @@ __all__ = ["to_fragment", "to_html"]
 _SIGNS = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
 # Rows that stand open; longer tables are put away, and of changed tensors no more than these are written.
 _OPEN, _CHANGES = 30, 50
+# Reasons that stand open.
+_SHOWN = 8
 _REASONS = 50
 # Neither a script nor anything from elsewhere runs or loads, whatever a name in the report may try.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 _Section = tuple[str, str, str]
+
+_WORDS = {
+    "original, converted": "the checkpoint that is right by definition, and the one under test",
+    "reference": "the original's stored weights in finer arithmetic than is served",
+    "relative RMS": "root of the summed squared differences over that of the squared values; without unit",
+    "unit in the last place": "step from one number of a dtype to the next one; 0 is bit-identical",
+    "KL": "Kullback-Leibler divergence of next-token distributions from the reference's, in nats a token",
+    "top-1": "how often the likeliest token is the reference's",
+    "95% interval": "of a bootstrap over sequences, or over blocks of tokens where it says so",
+    "residual stream": "what a layer hands to the next one",
+    "gain, reader": "a norm's weight, and a weight that multiplies a norm's output",
+    "call:row:channel": "where a norm's worst element is, all counted from 0",
+}
 
 
 def to_html(report: ParityReport) -> str:
@@ -91,8 +106,10 @@ def _verdict(report: ParityReport, heading: str) -> str:
     for title, reasons in (("", report.failures), ("In doubt besides:", report.doubts)):
         if reasons:
             parts.append(f"<p>{title}</p>" if title and report.failures else "")
-            more = [f"and {len(reasons) - _REASONS} more"] if len(reasons) > _REASONS else []
-            parts.append(markup.listing([*reasons[:_REASONS], *more]))
+            parts.append(markup.listing(reasons[:_SHOWN]))
+            if rest := reasons[_SHOWN:]:
+                more = [f"and {len(rest) - _REASONS} more"] if len(rest) > _REASONS else []
+                parts.append(markup.details(f"{len(rest)} more reasons", markup.listing([*rest[:_REASONS], *more])))
     return "".join(parts)
 
 
@@ -110,6 +127,7 @@ def _sections(report: ParityReport) -> Iterator[_Section]:
     yield "environment", "Environment", markup.facts(tables.environment(report))
     yield "inputs", "Inputs", markup.facts(report.inputs.items())
     yield "notes", "Notes", markup.listing(report.notes) if report.notes else ""
+    yield "words", "Words", markup.facts(_WORDS.items())
     yield "again", "How to reproduce", f"<pre>{markup.escape(report.command)}</pre>" if report.command else ""
 
 

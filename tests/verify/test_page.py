@@ -112,7 +112,7 @@ def test_every_section_is_there_and_each_drawing_has_its_data(name: str) -> None
     found = read(name)
     assert [e["id"] for e in found.all("section")] == [
         "gates", "compared", "layers", "norms", "units", "tokens", "generation", "controls", "pairs", "criterion",
-        "environment", "inputs", "notes", "again",
+        "environment", "inputs", "notes", "words", "again",
     ]  # fmt: skip
     assert len(found.all("figure")) == 3
     assert sum("figure" in e["in"] for e in found.all("details")) == 3
