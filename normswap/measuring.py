@@ -19,6 +19,7 @@ from normswap.gains import fold_
 from normswap.generating import check_generates
 from normswap.inputs import Inputs, make_inputs
 from normswap.loading import Source
+from normswap.memory import young_collections
 from normswap.offloading import load_streamed, needs_streaming, stream_of
 from normswap.overlay import overlay_
 from normswap.parity import Criterion, Dropped, NormUnderTest, ParityReport, measure
@@ -327,6 +328,8 @@ def measure_modules(
     return _measure(pair, getattr(original, "config", None), serving, None if folds is None else pair.load_exact)
 
 
+# From before the first model is loaded, since none that is let go may be among what is left alone.
+@young_collections()
 def _measure(
     pair: _Pair,
     config: object,

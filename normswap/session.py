@@ -21,6 +21,7 @@ from normswap.figures import Criterion, Exact, NormFigures, ParityReport, Served
 from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served, with_weights
 from normswap.inputs import Group, Inputs, Output, run, split
 from normswap.lockstep import current, forwards
+from normswap.memory import young_collections
 from normswap.meter import NormUnderTest, watching
 from normswap.power import Trial, doubts_of, held_to, in_the_norm_alone, in_the_whole_model, power_of, reached
 from normswap.processes import everywhere, gathered
@@ -93,7 +94,7 @@ class Session:
 
     def report(self, dtype: torch.dtype, reference_dtype: torch.dtype | None, backend: str) -> ParityReport:
         """Run both models and put everything together; see `normswap.parity.measure`."""
-        with _young_collections():
+        with young_collections():
             return self._report(dtype, reference_dtype, backend)
 
     def _report(self, dtype: torch.dtype, reference_dtype: torch.dtype | None, backend: str) -> ParityReport:
@@ -379,16 +380,3 @@ def _nonfinite(tensor: torch.Tensor) -> int:
     if not tensor.numel() or all(math.isfinite(float(end)) for end in tensor.aminmax()):
         return 0
     return int((~tensor.isfinite()).sum())
-
-
-@contextmanager
-def _young_collections() -> Iterator[None]:
-    """Keep the garbage collector off all that was there before: one collection of it takes as long as a forward."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
