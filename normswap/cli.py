@@ -205,7 +205,7 @@ def verify_command(checkpoint: str, verbose: bool, quiet: bool, bounds: tuple[st
                 steps += delivery.writers(report, files, checkpoint if readme else None)
             code = 0 if report.passed else ParityError.exit_code
             code = processes.same_everywhere(_in_turn(steps, code))
-        sys.exit(code)
+        processes.leave(code)
 
 
 def _in_turn(steps: Sequence[Callable[[], object]], code: int) -> int:

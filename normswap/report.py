@@ -101,8 +101,15 @@ def _facts(report: ParityReport, verbose: bool) -> Iterator[tuple[str, str]]:
 
 
 def _wrap(text: str, label: str, width: int) -> list[str]:
+    # A command that is taken over by hand has to stay whole, word by word.
+    whole = label.startswith("again")
     return textwrap.wrap(
-        clean(text), width, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
+        clean(text),
+        width,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_on_hyphens=False,
+        break_long_words=not whole,
     )
 
 

@@ -310,7 +310,10 @@ def test_files_that_the_manifest_does_not_know_are_named(llama: Path, tmp_path: 
     (other / "normswap.json").write_text(json.dumps(manifest), encoding="utf-8")
     found = compared(llama, other)
     assert found.figures.altered == ["model.safetensors"]
-    assert found.notes == ["the weights were changed since the conversion (model.safetensors)"]
+    assert found.notes == [
+        "the weights were changed since the conversion (model.safetensors)",
+        "the original's weight files are not those that the manifest says it was converted from",
+    ]
     assert not found.failures
 
 
