@@ -101,7 +101,6 @@ class Stream:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _held: dict[int, _Held] = field(default_factory=dict)
     _open: dict[int, int] = field(default_factory=dict)
-    _handles: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rows = row_reader(self.checkpoint)
@@ -186,10 +185,8 @@ class Stream:
     def watch(self, unit: Unit) -> None:
         """Add a unit, which is opened before its forward and closed after it."""
         self.units.append(unit)
-        self._handles += [
-            unit.module.register_forward_pre_hook(partial(self._before, unit)),
-            unit.module.register_forward_hook(partial(self._after, unit), always_call=True),
-        ]
+        unit.module.register_forward_pre_hook(partial(self._before, unit))
+        unit.module.register_forward_hook(partial(self._after, unit), always_call=True)
 
     def _before(self, unit: Unit, *_: Any) -> None:
         (self.gate or self).enter(unit)
