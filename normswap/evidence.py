@@ -25,7 +25,8 @@ class TensorChange:
         name: on disk; of the original where it is missing, else of the checkpoint under test.
         kind: ``"missing"``, ``"extra"``, ``"shape"``, ``"dtype"`` (the original's values, rounded once to another
             dtype), ``"folded"`` (what folding gains gives), ``"tied"`` (stored where the original ties it, or the other
-            way round), ``"nonfinite"`` (NaN or infinities that the original lacks) or ``"changed"``.
+            way round), ``"zeros"`` (zeros of the other sign, and nothing else), ``"nonfinite"`` (NaN or infinities that
+            the original lacks) or ``"changed"``.
         explained: whether the change leaves the function as it was but for rounding.
         detail: in words: dtypes, shapes, the norms of a fold, the largest difference, where it is.
         file: that holds it; None where it is missing.
@@ -63,8 +64,8 @@ class TensorFigures:
     Attributes:
         summary: one line, such as ``"60 gains folded into 210 linears"``, ``"identical"``, ``"cast to bf16"`` or
             ``"unknown change in 3 tensors"``.
-        kind: ``"identical"``, ``"folded"``, ``"cast"``, ``"rearranged"`` (same tensors, other files or format) or
-            ``"unknown"``; several joined by ``+``.
+        kind: ``"identical"``, ``"folded"``, ``"cast"``, ``"zeros"`` (equal but for the sign of zeros), ``"rearranged"``
+            (same tensors, other files or format) or ``"unknown"``; several joined by ``+``.
         tensors: how many the original has.
         same: how many of them are bit for bit the same.
         changes: all that are not, in the order of the original's files.

@@ -41,13 +41,21 @@ def unit_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return gap.masked_fill_(gap < 0, _LARGEST)
 
 
+def _other_signs(gap: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Find where two values are zeros of both signs."""
+    found = gap == 1
+    # In float32 the smallest numbers of float64 would be zeros as well.
+    return found & (one.double() == 0) & (other.double() == 0) if bool(found.any()) else found
+
+
 @dataclass
 class Gap:
     """What was found of one tensor.
 
     Attributes:
         values: numbers that were compared.
-        off: how many have other bits than the expected ones, rounded once.
+        off: how many have other values than the expected ones, rounded once.
+        signs: how many zeros have the other sign, which are not `off`: no sum of products tells them apart.
         units: the largest distance of these, in units in the last place.
         beyond: how many are further off than `allowed`.
         allowed: units that another order of roundings explains.
@@ -58,6 +66,7 @@ class Gap:
     allowed: int = 1
     values: int = 0
     off: int = 0
+    signs: int = 0
     units: int = 0
     beyond: int = 0
     worst: float = 0.0
@@ -90,6 +99,9 @@ class Gap:
         if torch.equal(rounded.contiguous().view(torch.uint8), got.contiguous().view(torch.uint8)):
             return difference
         gap = unit_distance(rounded, got)
+        signs = _other_signs(gap, rounded, got)
+        self.signs += int(signs.sum())
+        gap = gap.masked_fill_(signs, 0)
         self.off += int((gap != 0).sum())
         self.units = max(self.units, int(gap.max()))
         far = gap > self.allowed
@@ -109,7 +121,7 @@ class Gap:
 
     @property
     def exact(self) -> bool:
-        """Whether every value is the expected one, rounded once."""
+        """Whether every value is the expected one, rounded once; a zero may have either sign."""
         return self.off == 0
 
     @property

@@ -17,8 +17,9 @@ from normswap.gains import check_fold, fold_
 from normswap.gaps import Gap
 from normswap.patching import unpatch
 from normswap.plan import make_plan
-from normswap.recognising import describe
+from normswap.recognising import describe, told_signs
 from normswap.spec import dtype_name
+from normswap.telling import told_as_zeros
 
 __all__ = ["compare_modules", "find_folds", "naming", "require_values", "told_as_folded", "unseen_changes"]
 
@@ -71,9 +72,17 @@ def compare_modules(original: nn.Module, converted: nn.Module) -> TensorFigures:
         else:
             same += 1
     changes += [TensorChange(name, "extra", False, "is not of the original") for name in theirs.keys() - ours.keys()]
-    told = "1 tensor differs" if len(changes) == 1 else f"{len(changes)} tensors differ"
-    kind, summary = ("unknown", told) if changes else ("identical", "identical")
-    return TensorFigures(summary, kind, len(ours), same, changes)
+    return TensorFigures(*_summed_up(changes), len(ours), same, changes)
+
+
+def _summed_up(changes: list[TensorChange]) -> tuple[str, str]:
+    """Return summary and kind."""
+    differing = sum(not one.explained for one in changes)
+    told = [] if not differing else ["1 tensor differs" if differing == 1 else f"{differing} tensors differ"]
+    kinds = ["unknown"] * len(told)
+    if signs := len(changes) - differing:
+        told, kinds = [told_as_zeros(signs), *told], ["zeros", *kinds]
+    return (", ".join(told), "+".join(kinds)) if changes else ("identical", "identical")
 
 
 @torch.no_grad()
@@ -107,7 +116,7 @@ def find_folds(original: nn.Module, converted: nn.Module) -> FoldPlan | None:
         fold_(model, folds)
     except ModelError:
         return None
-    return None if compare_modules(model, converted).changes else folds
+    return None if compare_modules(model, converted).unexplained else folds
 
 
 def told_as_folded(figures: TensorFigures, folds: FoldPlan) -> TensorFigures:
@@ -122,14 +131,12 @@ def told_as_folded(figures: TensorFigures, folds: FoldPlan) -> TensorFigures:
 
 
 def _changed(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorChange | None:
-    if torch.equal(one, other):
-        return None
     if not one.is_floating_point():
-        return TensorChange(name, "changed", False, "differs")
+        return None if torch.equal(one, other) else TensorChange(name, "changed", False, "differs")
     gap = Gap(allowed=0)
     gap.add(one.reshape(-1) if one.dim() == 0 else one, other.reshape(-1) if one.dim() == 0 else other, 0)
-    if gap.within:
-        return None
+    if gap.exact:
+        return TensorChange(name, "zeros", True, told_signs(gap), None, 0.0) if gap.signs else None
     return TensorChange(name, "changed", False, f"differs {describe(gap)}", None, gap.error)
 
 

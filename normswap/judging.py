@@ -17,7 +17,7 @@ from normswap.gaps import Gap
 from normswap.headers import Entry
 from normswap.inferring import Inferred, prepare
 from normswap.narrowing import round_once
-from normswap.recognising import SHORT, Rows, cast_of, centred, describe, narrowed, nonfinite, scaled
+from normswap.recognising import SHORT, Rows, cast_of, centred, describe, narrowed, nonfinite, scaled, told_signs
 from normswap.rowedits import TensorEdit
 from normswap.rowpairs import RowPairs, cast_reader, is_floating
 from normswap.sides import Side
@@ -100,6 +100,8 @@ class Judge:
         if gap.exact or (gap.within and (casts or not self.strict)):
             if not gap.exact:
                 told += f"; {gap.off} of {gap.values} values are {_units(gap.units)} off, rounded in another way"
+            elif gap.signs:
+                told += f"; {told_signs(gap)}"
             return TensorChange(key, "folded", True, told, other.file, gap.error)
         return self._misfolded(key, source, norms, gap, same)
 
@@ -118,8 +120,11 @@ class Judge:
         if bad := nonfinite(rows):
             return tell(kind="nonfinite", explained=False, detail=f"holds {bad} NaN or infinite values")
         gap = cast_of(rows)
+        if one.dtype == other.dtype and gap.exact and gap.signs:
+            return tell(kind="zeros", explained=True, detail=f"{told_signs(gap)}{copied}", error=0.0)
         if one.dtype != other.dtype and gap.exact:
             detail = f"{SHORT.get(one.dtype, one.dtype)} cast to {SHORT.get(other.dtype, other.dtype)}{copied}"
+            detail += f"; {told_signs(gap)}" if gap.signs else ""
             return tell(kind="dtype", explained=True, detail=detail, error=gap.error)
         if one.dtype == other.dtype and one.dtype in ("F32", "F64") and (narrow := narrowed(rows)):
             name = str(narrow).removeprefix("torch.")

@@ -10,7 +10,18 @@ import torch
 from normswap.gaps import Gap
 from normswap.narrowing import round_once
 
-__all__ = ["SHORT", "Rows", "cast_of", "centred", "describe", "narrowed", "nonfinite", "percent", "scaled"]
+__all__ = [
+    "SHORT",
+    "Rows",
+    "cast_of",
+    "centred",
+    "describe",
+    "narrowed",
+    "nonfinite",
+    "percent",
+    "scaled",
+    "told_signs",
+]
 
 SHORT = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2"}
 """How dtypes are called in a summary."""
@@ -108,6 +119,11 @@ def scaled(rows: Rows) -> float | None:
         if not gap.within:
             return None
     return factor
+
+
+def told_signs(gap: Gap) -> str:
+    """Say how many zeros have the other sign."""
+    return f"equal but for the sign of zeros: {gap.signs} of {gap.values}"
 
 
 def describe(gap: Gap) -> str:

@@ -15,7 +15,7 @@ from normswap.rowpairs import is_floating
 from normswap.shards import Checkpoint
 from normswap.sides import Pairing
 
-__all__ = ["UNREAD", "failures_of", "held_elsewhere", "summarise"]
+__all__ = ["UNREAD", "failures_of", "held_elsewhere", "summarise", "told_as_zeros"]
 
 UNREAD = "the class does not load it"
 """What is told of a stored tensor that is read by nothing here."""
@@ -72,6 +72,8 @@ def summarise(
         words["folded"] = [folded]
     if cast := _cast(before, after, pairing, changes):
         words["cast"] = [cast]
+    if signs := [one for one in changes if one.kind == "zeros"]:
+        words["zeros"] = [told_as_zeros(len(signs))]
     unknown = [one for one in changes if not one.explained]
     lost = [one.name for one in unknown if one.kind == "missing"]
     more = [one.name for one in unknown if one.kind == "extra"]
@@ -99,6 +101,11 @@ def summarise(
     if settings:
         told.append(f"other settings: {_names([one.name for one in settings])}")
     return {"summary": ", ".join(told), "kind": "+".join(words), "files": files}
+
+
+def told_as_zeros(count: int) -> str:
+    """Say of how many tensors only zeros have another sign."""
+    return f"equal but for the sign of zeros in {_count(count, 'tensor')}"
 
 
 def _folded(changes: list[TensorChange], folds: Inferred) -> str:
