@@ -16,7 +16,8 @@ def device_words(device: torch.device) -> str:
     """Return a GPU's name; of a CPU, its architecture and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} {device.type}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def versions() -> dict[str, str]:
