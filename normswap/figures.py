@@ -171,6 +171,7 @@ class Served:
         error_weights: of the converted model's stored weights in the reference's arithmetic: what rounding them once,
             as folding and casting have to, adds to the errors; None where that was not asked.
         ratio_explained: `error_converted` over what the original's error and this one come to together.
+        judges: whether the ratios are held to their bounds; not where the outputs have too few numbers.
     """
 
     error_original: float | None = None
@@ -194,6 +195,7 @@ class Served:
     top1_original_interval: tuple[float, float] | None = None
     error_weights: float | None = None
     ratio_explained: float | None = None
+    judges: bool = True
 
 
 @dataclass(frozen=True)

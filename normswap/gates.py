@@ -13,8 +13,13 @@ from normswap.figures import Control, Criterion, Exact, NormFigures, Served
 from normswap.meter import NormMeter
 from normswap.stats import Gap, bootstrap_ratio, chance_of_as_many, relative
 from normswap.tokenwise import Rows, bootstrap_mean, joined, ratio_over_blocks
+from normswap.wording import interval as ends
+from normswap.wording import number
 
-__all__ = ["judge_exact", "judge_norm", "judge_reach", "judge_served", "with_weights"]
+__all__ = ["OF_A_RATIO", "judge_exact", "judge_norm", "judge_reach", "judge_served", "with_weights"]
+
+OF_A_RATIO = "converted / original"
+"""What the reasons hold that speak of a ratio of two errors, or of its interval."""
 
 # Where the control stays below the bound, the error must stay this many times below the control.
 _MARGIN = 10
@@ -42,7 +47,7 @@ def judge_exact(
     }
     error = errors.pop(main)
     failures = [
-        f"exact: error {value:.3g} of {name} above {criterion.exact_bound:g}"
+        f"exact: error{_measured(value)} of {name}{_bound(value, criterion)}"
         for name, value in errors.items()
         if not value <= criterion.exact_bound
     ]
@@ -52,15 +57,24 @@ def judge_exact(
         if error <= bound:
             return Exact(error, bound, replace(control, detected=True)), failures, []
     if not error <= criterion.exact_bound:
-        failures.append(f"exact: error {error:.3g} above {criterion.exact_bound:g}")
+        failures.append(f"exact: error{_measured(error)}{_bound(error, criterion)}")
     doubts = []
-    if control is not None and not control.detected:
+    # What gives no numbers fails, and leaves nothing to see a fault in.
+    if control is not None and not control.detected and math.isfinite(control.error):
         doubts.append(
             f"exact: the gate is blind here: error {error:.3g}, while {control.scale:g} times every other channel "
             f"of {control.norm} moves the output by {control.error:.3g} only; take a reference in float64 "
             "(--reference float64) or inputs that reach the norms (--text)"
         )
     return Exact(error, bound, control), failures, doubts
+
+
+def _measured(error: float) -> str:
+    return "" if math.isnan(error) else f" {error:.3g}"
+
+
+def _bound(error: float, criterion: Criterion) -> str:
+    return " is no number" if math.isnan(error) else f" above {criterion.exact_bound:g}"
 
 
 def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormFigures, list[str]]:
@@ -87,19 +101,20 @@ def judge_norm(name: str, meter: NormMeter, criterion: Criterion) -> tuple[NormF
         # A float32 product of equal 16-bit rows may be rounded otherwise where it is fused with the bias.
         same = meter.identical if meter.dtype in _HALF else meter.agreeing
         if not meter.max_ulp <= bound:
-            failures.append(f"norms: {name}: max_ulp {meter.max_ulp:.4g} above {bound:g}")
+            failures.append(f"norms: {name}: {number(meter.max_ulp, 4)} units in the last place off, above {bound:g}")
         differing = meter.elements - same
         if not chance_of_as_many(differing, (1 - least) * meter.elements) >= criterion.chance:
             failures.append(
-                f"norms: {name}: bit_identical_fraction {same / meter.elements:.6f} below {least:.6f}: "
+                f"norms: {name}: share of bit-identical elements {same / meter.elements:.4%} below {least:.4%}: "
                 f"{differing} of {meter.elements} elements differ, more than chance explains"
             )
     else:
         budget = criterion.float32_budget * (meter.exact_ulp_original + 1)
         if not meter.exact_ulp_swapped <= budget:
             failures.append(
-                f"norms: {name}: {meter.exact_ulp_swapped:.4g} float32 units from the truth, above {budget:.4g} = "
-                f"{criterion.float32_budget:g} x (the original's {meter.exact_ulp_original:.4g} + 1)"
+                f"norms: {name}: {number(meter.exact_ulp_swapped, 4)} units in the last place of float32 from the "
+                f"float64 truth, above {budget:.4g} = {criterion.float32_budget:g} x (the original's "
+                f"{meter.exact_ulp_original:.4g} + 1)"
             )
     if meter.nonfinite_differs:
         failures.append(
@@ -199,15 +214,16 @@ def judge_served(
     judged = ratio_over_blocks(
         [rows.error for rows in converted], [rows.error for rows in original], criterion.bootstrap
     )
-    few = len(original) < criterion.min_sequences
+    few, judges = len(original) < criterion.min_sequences, True
     if numbers < criterion.min_outputs and not math.isnan(ratio):
         notes.append(
             f"served: {numbers} numbers are too few for the ratio of errors to judge (at least "
             f"{criterion.min_outputs}); exact and norms decide"
         )
+        judges = False
     else:
         interval = judged if few else (low, high)
-        failed, doubts = _beyond("ratio", "original equals the reference", ratio, interval, criterion)
+        failed, doubts = _beyond("error", "original equals the reference", ratio, interval, criterion)
         failures += failed
     served = Served(
         error_original=relative(errors_a, sizes),
@@ -216,6 +232,7 @@ def judge_served(
         ratio_interval=(low, high),
         max_abs=joined(converted).max_abs if converted else 0.0,
         ratio_interval_tokens=judged,
+        judges=judges,
     )
     figures, failed, open_ = _judge_tokens(original, converted, few, criterion)
     if numbers >= criterion.min_outputs:
@@ -252,7 +269,7 @@ def _judge_tokens(
     figures["tokens"] = sum(len(kl) for kl in kl_b)
     interval = blocks if few else (low, high)
     equal = "original has the reference's distributions"
-    return figures, *_beyond("kl_ratio", equal, ratio, interval, criterion)
+    return figures, *_beyond("root of KL", equal, ratio, interval, criterion)
 
 
 def _beyond(
@@ -265,13 +282,18 @@ def _beyond(
         where one token that goes to another expert outweighs all else.
     """
     if math.isinf(ratio):
-        return [f"served: {name} is infinite: the {equal}, the converted model does not"], []
+        return [f"served: {name}, {OF_A_RATIO}, is infinite: the {equal}, the converted model does not"], []
+    if math.isnan(ratio):
+        return [f"served: {name}, {OF_A_RATIO}, is no number"], []
     low, high = interval
-    told = f"served: {name} {ratio:.4g} above {criterion.ratio_max:g}"
+    told = f"served: {name}, {OF_A_RATIO}, {number(ratio, 4)} above {criterion.ratio_max:g}"
     if low <= 1 <= high and ratio > criterion.ratio_max:
-        words = f"{told}, but its interval [{low:.4g}, {high:.4g}] holds 1, so that chance may be all of it"
+        words = f"{told}, but its 95% interval, {low:.4g} to {high:.4g}, holds 1, so that chance may be all of it"
         return [], [f"{words}; give more tokens (--tokens)"]
     failures = [] if ratio <= criterion.ratio_max else [told]
     if not low <= criterion.ratio_interval_low:
-        failures.append(f"served: {name}_interval [{low:.4g}, {high:.4g}] lies above {criterion.ratio_interval_low:g}")
+        failures.append(
+            f"served: 95% interval of {name}, {OF_A_RATIO}, {ends((low, high))} lies above "
+            f"{criterion.ratio_interval_low:g}"
+        )
     return failures, []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from normswap.tables import Table
+from normswap.tables import Table, one_a_token
 from normswap.wording import few_sequences, interval, number, percent, severity, state_of
 
 if TYPE_CHECKING:
-    from normswap.figures import ParityReport
+    from normswap.figures import NormFigures, ParityReport
 
 __all__ = ["gate_table"]
 
@@ -31,7 +31,7 @@ def gate_table(report: ParityReport, *, brief: bool = False) -> Table:
         ("folds", state_of(report, "folds"), _pair_rows(report, brief)),
         ("exact", state_of(report, "exact"), _exact_rows(report, controls)),
         ("norms", state_of(report, "norms"), _norm_rows(report)),
-        ("served", state_of(report, "served"), _served_rows(report, controls, brief)),
+        ("served", _served_state(report), _served_rows(report, controls, brief)),
         ("layers", _layers_state(report), _layer_rows(report)),
         ("power", state_of(report, "power"), _power_rows(report)),
         ("generation", state_of(report, "generation"), _generation_rows(report)),
@@ -97,14 +97,33 @@ def _norm_rows(report: ParityReport) -> list[list[str]]:
         rows.append(["worst unit in the last place", number(worst.max_ulp), f"<= {worst.bound_ulp:g}"])
         least = min(norm.bit_identical_fraction or 0.0 for norm in units)
         rows.append(["least bit-identical", percent(least, 4), ""])
+    wide = [norm for norm in reached if norm.bound_ulp is None and norm.exact_ulp_swapped is not None]
+    if wide:
+        rows.append(_float32_row(report, wide))
     if len(reached) < len(report.norms):
         rows.append(["not reached by the inputs", str(len(report.norms) - len(reached)), ""])
     return rows
 
 
+def _float32_row(report: ParityReport, norms: list[NormFigures]) -> list[str]:
+    """Write how far the norm that is nearest to its budget is from the float64 truth."""
+    budgets = [report.criterion.float32_budget * ((norm.exact_ulp_original or 0.0) + 1) for norm in norms]
+    shares = [(norm.exact_ulp_swapped or 0.0) / budget for norm, budget in zip(norms, budgets, strict=True)]
+    at = shares.index(max(shares))
+    return ["worst units from the float64 truth", number(norms[at].exact_ulp_swapped), f"<= {number(budgets[at])}"]
+
+
+def _served_state(report: ParityReport) -> str:
+    state = state_of(report, "served")
+    open_ = report.logits.ratio is None or not report.logits.judges
+    return "note" if state == "ok" and open_ else state
+
+
 def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list[str]]:
     served, bounds = report.logits, report.criterion
-    few = few_sequences(report)
+    if served.ratio is None:
+        return [["not measured: there is no finer reference than the original", "", ""]]
+    few = few_sequences(report) if served.judges else ""
     # Where sequences are few, blocks of tokens are what is judged.
     over_tokens = bool(few) and served.ratio_interval_tokens is not None
     words = f"its 95% interval{' over tokens' if over_tokens else ''}"
@@ -114,6 +133,8 @@ def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list
         # Then this one judges: what rounding the stored weights adds is no fault of theirs.
         explained = [["error, over what rounding explains", number(served.ratio_explained, 4), most]]
         most = low = ""
+    if not served.judges:
+        most = low = ""
     rows = [
         ["error, converted / original", number(served.ratio, 4), most],
         [words, interval(served.ratio_interval_tokens if over_tokens else served.ratio_interval), low],
@@ -121,6 +142,8 @@ def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list
     ]
     if few:
         rows.append([f"! the intervals rest on {few}", "", ""])
+    if not served.judges:
+        rows.append(["! too few numbers to judge by these ratios", "", ""])
     if not brief:
         errors = f"{number(served.error_converted)} / {number(served.error_original)}"
         rows.append(["the errors, relative RMS", errors, ""])
@@ -134,7 +157,13 @@ def _served_rows(report: ParityReport, controls: bool, brief: bool) -> list[list
         judged = served.kl_ratio_interval_tokens if over_tokens else served.kl_ratio_interval
         rows.append([words, interval(judged), low])
     if served.kl_converted is not None and not (brief and served.kl_ratio is not None):
-        rows.append(["KL in nats a token", f"{number(served.kl_converted)} / {number(served.kl_original)}", ""])
+        rows.append(
+            [
+                f"KL in nats a {'token' if one_a_token(report) else 'distribution'}",
+                f"{number(served.kl_converted)} / {number(served.kl_original)}",
+                "",
+            ]
+        )
     if served.top1_agreement is not None:
         top = f"{percent(served.top1_agreement)} / {percent(served.top1_agreement_original)}"
         rows.append(["top-1 as the reference", top, ""])

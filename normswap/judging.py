@@ -118,7 +118,9 @@ class Judge:
             return tell(kind="dtype", explained=False, detail=f"is {self._forms(source, key)}")
         rows = partial(self._rows.rows, source, key)
         if bad := nonfinite(rows):
-            return tell(kind="nonfinite", explained=False, detail=f"holds {bad} NaN or infinite values")
+            return tell(
+                kind="nonfinite", explained=False, detail=f"holds {bad} NaN or infinite value{'s' if bad > 1 else ''}"
+            )
         gap = cast_of(rows)
         if one.dtype == other.dtype and gap.exact and gap.signs:
             return tell(kind="zeros", explained=True, detail=f"{told_signs(gap)}{copied}", error=0.0)
@@ -206,7 +208,9 @@ class Judge:
         if same or self.equal(source, key):
             return self._fault(key, "changed", norms, "was not scaled: it is the original's", gap.error)
         if bad := nonfinite(partial(self._rows.rows, source, key)):
-            return self._fault(key, "nonfinite", norms, f"holds {bad} NaN or infinite values", gap.error)
+            return self._fault(
+                key, "nonfinite", norms, f"holds {bad} NaN or infinite value{'s' if bad > 1 else ''}", gap.error
+            )
         if gap.within:
             told = f"is not rounded once: {gap.off} of {gap.values} values are {_units(gap.units)} off"
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from normswap import markup, tables
 from normswap.gatetable import gate_table
 from normswap.heatmap import heat_map
 from normswap.plots import histogram_plot, histogram_rows, layer_plot
-from normswap.wording import BINS, few_sequences, headline, pair_of_names, percent
+from normswap.wording import BINS, compared_with, few_sequences, headline, pair_of_names, percent
 
 if TYPE_CHECKING:
     from normswap.figures import ParityReport
@@ -27,8 +28,15 @@ _REASONS = 50
 # Neither a script nor anything from elsewhere runs or loads, whatever a name in the report may try.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
+# Where the words of the criterion pass on to another gate.
+_OF_A_GATE = re.compile(r"(?<=\.) (?=\w+: )")
+
 _Section = tuple[str, str, str]
 
+_FAULTS = (
+    "Faults put into this model, and the first gate that saw them: an error (exact), units in the last place or the "
+    "share of bit-identical elements (norms)"
+)
 _WORDS = {
     "original, converted": "the checkpoint that is right by definition, and the one under test",
     "reference": "the original's stored weights in finer arithmetic than is served",
@@ -119,7 +127,7 @@ def _sections(report: ParityReport) -> Iterator[_Section]:
     yield "layers", "Where: layer by layer", _layers(report)
     yield "norms", "Where: norm by norm", _norms(report)
     yield "units", "Units in the last place", _units(report)
-    yield "tokens", "Outputs and tokens", _tokens(report)
+    yield "tokens", "Outputs" if report.logits.tokens is None else "Outputs and tokens", _tokens(report)
     yield "generation", "Greedy continuations", _generation(report)
     yield "controls", "Faults put in on purpose", _controls(report)
     yield "pairs", "Folded gains and their readers", _pairs(report)
@@ -139,8 +147,8 @@ def _compared(report: ParityReport) -> str:
     shape = " x ".join(str(size) for size in report.output.get("shape", []))
     facts: list[tuple[str, object]] = [
         ("checkpoint", report.checkpoint or "-"),
-        ("against", report.against or "-"),
-        ("output", f"{report.output['name']}{f', {shape} a sequence' if shape else ''}"),
+        ("against", compared_with(report) or "-"),
+        ("output", f"{report.output['name']}{f', {shape} of one input' if shape else ''}"),
     ]
     found = report.tensors
     if found is None:
@@ -200,12 +208,18 @@ def _units(report: ParityReport) -> str:
 
 
 def _tokens(report: ParityReport) -> str:
-    few = few_sequences(report)
+    content = tables.token_table(report)
+    if not content.rows:
+        return "<p>Not measured: there is no finer reference than the original.</p>"
+    few = few_sequences(report) if report.logits.judges else ""
     warning = (
         f'<p class="warning">The intervals over sequences rest on too few: {markup.escape(few)}.</p>' if few else ""
     )
-    count = "" if report.logits.tokens is None else f", {report.logits.tokens:,} tokens"
-    return warning + markup.table(tables.token_table(report), f"Served outputs against the reference{count}", name=0)
+    if not report.logits.judges:
+        warning = '<p class="warning">The outputs have too few numbers for these ratios to be judged.</p>'
+    what = "tokens" if tables.one_a_token(report) else "distributions"
+    count = "" if report.logits.tokens is None else f", {report.logits.tokens:,} {what}"
+    return warning + markup.table(content, f"Served outputs against the reference{count}", name=0)
 
 
 def _generation(report: ParityReport) -> str:
@@ -232,7 +246,7 @@ def _controls(report: ParityReport) -> str:
         parts.append(f" ({markup.escape(power.norm)}).</p>" if power.norm else ".</p>")
     faults = tables.fault_table(report)
     if faults.rows:
-        parts.append(markup.table(faults, "Faults put into this model, and the first gate that saw them"))
+        parts.append(markup.table(faults, _FAULTS))
     return "".join(parts)
 
 
@@ -254,5 +268,5 @@ def _folded_away(content: tables.Table, caption: str, words: str) -> str:
 
 
 def _criterion(report: ParityReport) -> str:
-    words = f"<p>{markup.escape(report.criterion.describe())}</p>"
+    words = markup.listing(_OF_A_GATE.split(report.criterion.describe()))
     return words + markup.table(tables.bound_table(report.criterion), "Bounds", name=0)

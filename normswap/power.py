@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -354,7 +355,8 @@ def power_of(faults: Sequence[Fault], exact: Exact) -> Power:
     if control is None:
         return Power(list(faults))
     words = f"every other channel times {control.scale:g}"
-    first = Fault(_CONTROL, control.norm, "exact", control.error, exact.bound, control.detected, words)
+    detected = control.detected if math.isfinite(control.error) else None
+    first = Fault(_CONTROL, control.norm, "exact", control.error, exact.bound, detected, words)
     smallest = abs(control.scale - 1) * exact.bound / control.error if control.error > 0 else None
     return Power([first, *faults], smallest, control.norm if smallest is not None else None)
 

@@ -69,11 +69,14 @@ def _sections(report: ParityReport, verbose: bool) -> Iterator[_Section]:
     count = len(report.norms)
     if not verbose:
         worst = worst_norms(report, _NORMS)
-        if any(norm.passed is False for norm in worst):
-            yield f"worst {len(worst)} of {count} norms", tables.norm_table(worst, brief=True)
+        if failed := [norm for norm in worst if norm.passed is False]:
+            beyond = sum(norm.passed is False for norm in report.norms)
+            first = f", the worst {len(failed)}" if beyond > len(failed) else ""
+            title = f"beyond their bounds {beyond} of {count} norms{first}; units in the last place"
+            yield title, tables.norm_table(failed, brief=True)
         return
     every = [
-        (f"norms: {count}", tables.norm_table(report.norms, brief=True)),
+        (f"norms: {count}; units in the last place", tables.norm_table(report.norms, brief=True)),
         ("residual stream", tables.layer_table(report.layers)),
         ("faults put in on purpose", tables.fault_table(report)),
         ("tensors that nothing explains", tables.change_table(report, explained=False)),

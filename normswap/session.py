@@ -18,7 +18,7 @@ from normswap.environment import device_words, versions
 from normswap.errors import ModelError
 from normswap.evidence import Fault, LayerFigures
 from normswap.figures import Criterion, Exact, NormFigures, ParityReport, Served
-from normswap.gates import judge_exact, judge_norm, judge_reach, judge_served, with_weights
+from normswap.gates import OF_A_RATIO, judge_exact, judge_norm, judge_reach, judge_served, with_weights
 from normswap.inputs import Group, Inputs, Output, run, split
 from normswap.lockstep import current, forwards
 from normswap.memory import young_collections
@@ -122,7 +122,7 @@ class Session:
         if reference is not None:
             numbers = math.prod(self.output["shape"]) * self.inputs.sequences
             served, failures, doubts, notes = judge_served(a.sequences, b.sequences, numbers, self.criterion)
-            if self.exact is not None and self.explained and any("ratio" in reason for reason in (*failures, *doubts)):
+            if self.exact is not None and self.explained and any(OF_A_RATIO in one for one in (*failures, *doubts)):
                 served, failures, doubts = self.judge_with_weights(
                     served, failures, a, b, numbers, reference, reference_dtype
                 )
@@ -173,7 +173,7 @@ class Session:
             f"served: {error:.3g} is what rounding the stored weights adds by itself; of that and the original's own "
             f"error together the converted model's is {judged.ratio:.4g} times, which is what counts"
         )
-        kept = [failure for failure in failures if "ratio" not in failure]
+        kept = [failure for failure in failures if OF_A_RATIO not in failure]
         return replace(served, error_weights=error, ratio_explained=judged.ratio), [*kept, *left], doubts
 
     def judge_layers(self, exact: Sums | None, original: Sums | None, converted: Sums | None) -> list[LayerFigures]:

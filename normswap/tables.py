@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from normswap.wording import interval, number, percent
 
 if TYPE_CHECKING:
-    from normswap.evidence import LayerFigures
+    from normswap.evidence import Fault, LayerFigures
     from normswap.figures import Criterion, NormFigures, ParityReport
 
 __all__ = [
@@ -21,12 +21,29 @@ __all__ = [
     "fault_table",
     "layer_table",
     "norm_table",
+    "one_a_token",
     "pair_table",
     "setting_table",
     "token_table",
 ]
 
 _MARK = {True: "ok", False: "FAIL", None: "-"}
+# By the names that `--bound NAME=VALUE` takes.
+_BOUNDS = {
+    "exact_bound": "exact: greatest relative RMS difference",
+    "control_scale": "exact: what the negative control multiplies every other channel of a gain by",
+    "ratio_interval_low": "served: where the intervals of the two ratios may begin at most",
+    "ratio_max": "served: greatest ratio of the errors, and root of the ratio of KL",
+    "max_ulp": "norms: units in the last place",
+    "max_ulp_rounded_twice": "norms: the same where the original rounds twice",
+    "float32_budget": "norms in float32: error from the float64 truth, in errors of the original, plus one unit",
+    "identical_bf16": "norms: least share of bit-identical elements in bfloat16",
+    "identical_fp16": "norms: the same in float16",
+    "chance": "norms: differing elements are laid to chance where it gives as many at least this often",
+    "min_sequences": "served: sequences that the intervals need",
+    "min_outputs": "served: numbers that the ratios need",
+    "bootstrap": "served: resamplings behind an interval",
+}
 
 
 @dataclass(frozen=True)
@@ -45,41 +62,51 @@ class Table:
 
 
 def token_table(report: ParityReport) -> Table:
-    """Write what is measured on next-token distributions and outputs, each with its interval."""
-    served = report.logits
-    rows = [
-        ["KL(reference, original), nats a token", number(served.kl_original, 4), interval(served.kl_original_interval)],
-        ["KL(reference, converted), nats a token", number(served.kl_converted, 4), interval(served.kl_interval)],
-        ["root of their ratio, over sequences", number(served.kl_ratio, 4), interval(served.kl_ratio_interval)],
-        ["root of their ratio, over tokens", number(served.kl_ratio, 4), interval(served.kl_ratio_interval_tokens)],
-        [
-            "top-1 agreement, original",
-            percent(served.top1_agreement_original),
-            interval(served.top1_original_interval, parts=True),
-        ],
-        ["top-1 agreement, converted", percent(served.top1_agreement), interval(served.top1_interval, parts=True)],
-        ["error of the original", number(served.error_original, 4), "-"],
-        ["error of the converted", number(served.error_converted, 4), "-"],
-        ["ratio of the errors, over sequences", number(served.ratio, 4), interval(served.ratio_interval)],
-        ["ratio of the errors, over tokens", number(served.ratio, 4), interval(served.ratio_interval_tokens)],
-        ["error of rounding the stored weights alone", number(served.error_weights, 4), "-"],
-        ["ratio of the errors, with that one", number(served.ratio_explained, 4), "-"],
-        ["greatest difference from the reference", number(served.max_abs, 4), "-"],
+    """Write what was measured on next-token distributions and outputs, each figure with its interval."""
+    served, blocks = report.logits, "blocks of tokens"
+    tokens = one_a_token(report)
+    each = "nats a token" if tokens else "nats a distribution"
+    measured: list[tuple[str, float | None, tuple[float, float] | None]] = [
+        (f"KL(reference, original), {each}", served.kl_original, served.kl_original_interval),
+        (f"KL(reference, converted), {each}", served.kl_converted, served.kl_interval),
+        ("root of KL, converted / original, over sequences", served.kl_ratio, served.kl_ratio_interval),
+        (f"root of KL, converted / original, over {blocks}", served.kl_ratio, served.kl_ratio_interval_tokens),
+        ("top-1 as the reference, original", served.top1_agreement_original, served.top1_original_interval),
+        ("top-1 as the reference, converted", served.top1_agreement, served.top1_interval),
+        ("error, original", served.error_original, None),
+        ("error, converted", served.error_converted, None),
+        ("error, converted / original, over sequences", served.ratio, served.ratio_interval),
+        (f"error, converted / original, over {blocks}", served.ratio, served.ratio_interval_tokens),
+        ("error of rounding the stored weights alone", served.error_weights, None),
+        ("error, over what rounding explains", served.ratio_explained, None),
+        ("greatest absolute difference from the reference", served.max_abs, None),
     ]
+    rows = []
+    for words, figure, ends in measured:
+        share = words.startswith("top-1")
+        # Of one figure two intervals are told; where one of them was not taken, its row says nothing new.
+        if figure is None or (" over " in words and ends is None) or (blocks in words and not tokens):
+            continue
+        rows.append([words, percent(figure) if share else number(figure, 4), interval(ends, parts=share)])
     return Table(["figure", "value", "95% interval"], rows, frozenset({1, 2}))
 
 
+def one_a_token(report: ParityReport) -> bool:
+    """Whether the outputs are one for each token, and not one for each image or sentence."""
+    return len(report.output.get("shape", [])) != 2
+
+
 def norm_table(norms: Iterable[NormFigures], *, brief: bool = False) -> Table:
-    """Write one row a norm; the place is of the element furthest apart.
+    """Write one row a norm, units being those in the last place; the place is of the element furthest apart.
 
     Args:
         norms: in the order of the rows.
         brief: so that names have room in a terminal: without means and distances from the truth.
     """
     place = "call:row:channel"
-    head = ["", "name", "max ulp", "identical", place]
+    head = ["", "name", "most units", "bit-identical", place]
     if not brief:
-        head = ["", "name", "max ulp", "mean ulp", "bound", "identical", "error", "original's", place]
+        head = ["", "name", "most units", "mean units", "bound", "bit-identical", "error", "original's", place]
     rows = []
     for norm in norms:
         found = (norm.worst_call, norm.worst_row, norm.worst_channel)
@@ -87,10 +114,10 @@ def norm_table(norms: Iterable[NormFigures], *, brief: bool = False) -> Table:
         cells = {
             "": _MARK[norm.passed],
             "name": norm.name,
-            "max ulp": number(norm.max_ulp),
-            "mean ulp": number(norm.mean_ulp),
+            "most units": number(norm.max_ulp),
+            "mean units": number(norm.mean_ulp),
             "bound": number(norm.bound_ulp),
-            "identical": percent(norm.bit_identical_fraction, 4),
+            "bit-identical": percent(norm.bit_identical_fraction, 4),
             "error": number(norm.error_swapped),
             "original's": number(norm.error_original),
             place: where,
@@ -154,13 +181,19 @@ def fault_table(report: ParityReport) -> Table:
             fault.kind,
             fault.norm or "-",
             fault.gate or "-",
-            number(fault.figure),
-            number(fault.bound),
+            *_fault_figures(fault),
             fault.detail or "-",
         ]
         for fault in report.power.faults
     ]
     return Table(["", "fault", "norm", "gate", "figure", "bound", "remark"], rows, frozenset({4, 5}))
+
+
+def _fault_figures(fault: Fault) -> tuple[str, str]:
+    """Write what the gate measured, and its bound: that of the norms is a share where units alone do not tell."""
+    if fault.gate == "norms" and fault.bound is not None and fault.bound < 1:
+        return percent(fault.figure, 4), percent(fault.bound, 4)
+    return number(fault.figure), number(fault.bound)
 
 
 def pair_table(report: ParityReport, *, brief: bool = False) -> Table:
@@ -201,10 +234,9 @@ def divergence_table(report: ParityReport) -> Table:
 
 
 def bound_table(criterion: Criterion) -> Table:
-    """Write every bound of the criterion under the name that sets it."""
-    return Table(
-        ["bound", "value"], [[name, f"{value:g}"] for name, value in asdict(criterion).items()], frozenset({1})
-    )
+    """Write every bound of the criterion under the name that sets it, and what it bounds."""
+    rows = [[name, f"{value:g}", _BOUNDS[name]] for name, value in asdict(criterion).items()]
+    return Table(["bound", "value", "of"], rows, frozenset({1}))
 
 
 def environment(report: ParityReport) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BINS",
     "clean",
+    "compared_with",
     "few_sequences",
     "gate_of",
     "headline",
@@ -30,6 +31,8 @@ __all__ = [
 BINS = ("0", "1", "2", "3 to 4", "5 to 8", "9 to 16", "more")
 """What the places of `NormFigures.histogram` count, in units in the last place."""
 
+# From here on a figure is written with an exponent.
+_WHOLE = 1e6
 # Marks that turn the direction of the text after them, so that a name can look like another.
 _TURNING = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
 
@@ -58,7 +61,10 @@ def number(value: float | None, digits: int = 3) -> str:
     """Write a figure shortly; what is missing or not a number says so."""
     if value is None:
         return "-"
-    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else str(value)
+    # Without an exponent as long as that is no longer.
+    return f"{value:.0f}" if 10**digits <= abs(value) < _WHOLE else f"{value:.{digits}g}"
 
 
 def percent(value: float | None, digits: int = 2) -> str:
@@ -69,8 +75,12 @@ def percent(value: float | None, digits: int = 2) -> str:
 
 
 def interval(ends: tuple[float, float] | None, digits: int = 4, *, parts: bool = False) -> str:
-    """Write an interval, of fractions as percentages where ``parts`` is set."""
-    low, high = ends or (None, None)
+    """Write an interval, of fractions as percentages where ``parts`` is set; of what has none a dash."""
+    if ends is None or None in ends:
+        return "-"
+    low, high = ends
+    if math.isnan(low) and math.isnan(high):
+        return "NaN"
     if parts:
         return f"{percent(low)} to {percent(high)}"
     return f"{number(low, digits)} to {number(high, digits)}"
@@ -81,11 +91,17 @@ def headline(report: ParityReport) -> str:
     return f"parity of {report.output['name']}, {report.dtype} on {report.device}, backend {report.backend}"
 
 
+def compared_with(report: ParityReport) -> str:
+    """Say what was held against; empty where it has no name."""
+    # Of two modules the classes are named, and these are the same.
+    if not report.against or report.against != report.checkpoint or report.tensors is not None:
+        return report.against
+    return "itself, its norms as they are"
+
+
 def pair_of_names(report: ParityReport) -> str:
     """Say what was held against what; empty where neither has a name."""
-    if report.checkpoint and report.against and report.checkpoint != report.against:
-        return f"{report.checkpoint} against {report.against}"
-    return report.checkpoint or report.against
+    return " against ".join(name for name in (report.checkpoint, compared_with(report)) if name)
 
 
 def gate_of(reason: str) -> str:
@@ -139,17 +155,19 @@ def quiet_line(report: ParityReport) -> str:
 def _shares(report: ParityReport) -> Iterator[tuple[float, str]]:
     """Yield how much of its bound each figure uses, with the figure in words."""
     bounds, served = report.criterion, report.logits
-    if served.ratio_explained is None:
+    if not served.judges:
+        ratios = []
+    elif served.ratio_explained is None:
         low, _ = served.ratio_interval or (None, None)
         kl_low, _ = served.kl_ratio_interval or (None, None)
         ratios = [
-            ("served: ratio of errors", served.ratio, bounds.ratio_max),
-            ("served: interval of the ratio of errors from", low, bounds.ratio_interval_low),
-            ("served: ratio of KL", served.kl_ratio, bounds.ratio_max),
-            ("served: interval of the ratio of KL from", kl_low, bounds.ratio_interval_low),
+            ("served: error, converted / original,", served.ratio, bounds.ratio_max),
+            ("served: 95% interval of error, converted / original, from", low, bounds.ratio_interval_low),
+            ("served: root of KL, converted / original,", served.kl_ratio, bounds.ratio_max),
+            ("served: 95% interval of root of KL, converted / original, from", kl_low, bounds.ratio_interval_low),
         ]
     else:
-        ratios = [("served: error over what rounding explains", served.ratio_explained, bounds.ratio_max)]
+        ratios = [("served: error, over what rounding explains,", served.ratio_explained, bounds.ratio_max)]
     figures = [
         ("exact: error", report.exact.error, report.exact.bound),
         *ratios,

@@ -139,8 +139,8 @@ def test_few_elements_fail_only_for_what_chance_does_not_explain():
     """Measured: 2 of 19,200 in a right norm, where 99.99% of them would allow 1.9; a wrong cast order: 26%."""
     assert judged(19_200, 2) == []
     assert judged(19_200, 10) == [
-        "norms: n: bit_identical_fraction 0.999479 below 0.999900: 10 of 19200 elements differ, more than chance "
-        "explains"
+        "norms: n: share of bit-identical elements 99.9479% below 99.9900%: 10 of 19200 elements differ, more than "
+        "chance explains"
     ]
     assert judged(1_000_000, 100) == []
     assert judged(1_000_000, 140) != []

@@ -37,10 +37,10 @@ def test_colours_are_only_colours(report):
 
 
 def test_failures_are_named_and_cut_short_unless_asked(report):
-    failures = [f"norms: layer.{i}: max_ulp 9 above 2" for i in range(9)]
+    failures = [f"norms: layer.{i}: 9 units in the last place off, above 2" for i in range(9)]
     failed = dataclasses.replace(report, failures=failures)
     text = render(failed)
-    assert text.startswith("FAIL") and "- norms: layer.0: max_ulp 9 above 2" in text
+    assert text.startswith("FAIL") and "- norms: layer.0: 9 units in the last place off, above 2" in text
     assert "and 4 more" in text and "layer.8" not in text
     assert "layer.8" in render(failed, verbose=True)
     gate = next(line for line in text.splitlines() if line.startswith("norms"))
@@ -56,6 +56,7 @@ def test_long_names_give_way_in_their_middle(report):
 
 def test_what_is_missing_or_no_number_is_said(report):
     nan = dataclasses.replace(report.logits, ratio=math.nan, ratio_interval=(math.nan, math.nan))
-    assert "nan to nan" in render(dataclasses.replace(report, logits=nan))
+    assert "NaN" in render(dataclasses.replace(report, logits=nan))
     none = dataclasses.replace(report.logits, **{f.name: None for f in dataclasses.fields(report.logits)})
-    assert "- to -" in render(dataclasses.replace(report, logits=none, norms=[]))
+    text = render(dataclasses.replace(report, logits=dataclasses.replace(none, judges=True), norms=[]))
+    assert "not measured" in text and "- to -" not in text

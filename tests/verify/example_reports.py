@@ -174,11 +174,11 @@ def failing() -> ParityReport:
             "tensors: 2 tensors changed and nothing explains it: model.layers.4.input_layernorm.weight (largest "
             "difference 0.41 at channel 44), model.layers.5.input_layernorm.weight",
             "exact: error 0.0304 above 1e-05; the first layer that departs is model.layers.4",
-            "norms: model.layers.4.input_layernorm: max_ulp 24 above 1",
+            "norms: model.layers.4.input_layernorm: 24 units in the last place off, above 1",
             "norms: model.layers.4.post_attention_layernorm: NaN or inf at 3 places where the original has another "
             "value",
-            "served: ratio 2.31 above 1.25",
-            "served: ratio_interval [2.2, 2.4] lies above 1.05",
+            "served: error, converted / original, 2.31 above 1.25",
+            "served: 95% interval of error, converted / original, 2.2 to 2.4 lies above 1.05",
             "folds: model.layers.4.input_layernorm: error 0.33 above 0.0023",
             "generation: prompt 1 parts after 2 tokens: ' a' in place of ' the', which the reference prefers by 1.4",
         ],
@@ -274,7 +274,7 @@ def big() -> ParityReport:
     ]
     return replace(
         good,
-        failures=["norms: model.layers.40.input_layernorm: max_ulp 6 above 1"],
+        failures=["norms: model.layers.40.input_layernorm: 6 units in the last place off, above 1"],
         norms=norms,
         tensors=replace(good.tensors, summary="188 gains folded into 1880 linears", tensors=2300, changes=changes),
         pairs=[
@@ -307,7 +307,10 @@ def stacks() -> ParityReport:
     norms += [_norm(f"{parts[0]}.layer_norm"), _norm(f"{parts[1]}.layer_norm", 150.0, passed=False)]
     return replace(
         good,
-        failures=["exact: error 0.03 above 1e-05", "norms: model.decoder.layer_norm: max_ulp 150 above 1"],
+        failures=[
+            "exact: error 0.03 above 1e-05",
+            "norms: model.decoder.layer_norm: 150 units in the last place off, above 1",
+        ],
         exact=replace(good.exact, error=0.03, dtype="float64", error_original=2e-5),
         norms=norms,
         layers=layers,
@@ -323,7 +326,7 @@ def hostile() -> ParityReport:
     assert bad.tensors is not None and bad.generation is not None
     return replace(
         bad,
-        failures=[f"norms: {HOSTILE}: max_ulp 9 above 1", *bad.failures],
+        failures=[f"norms: {HOSTILE}: 9 units in the last place off, above 1", *bad.failures],
         doubts=[HOSTILE],
         notes=[HOSTILE],
         device=HOSTILE,

@@ -174,7 +174,7 @@ def test_values_that_are_no_numbers(llama: Path, tmp_path: Path, value: float) -
     found = compared(llama, remade(llama, tmp_path / "spoilt", spoil))
     (change,) = found.figures.changes
     assert change.kind == "nonfinite" and not change.explained
-    assert found.failures == [f"tensors: {EMBEDDING} holds 1 NaN or infinite values"]
+    assert found.failures == [f"tensors: {EMBEDDING} holds 1 NaN or infinite value"]
 
 
 def test_a_tied_head_that_is_written_out(tied: Path, tmp_path: Path) -> None:

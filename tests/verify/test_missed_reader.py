@@ -60,7 +60,9 @@ def test_a_missed_reader_is_not_taken_for_rounding(original: Path, tmp_path: Pat
     report = normswap.verify(folded(original, tmp_path / "folded", MISSED), against=original, tokens=256)
     assert report.verdict == "fail"
     assert report.logits.ratio > 2 and report.logits.ratio_explained is None
-    assert any(failure.startswith("served: ratio") for failure in report.failures), report.failures
+    assert any(failure.startswith("served: error, converted / original, ") for failure in report.failures), (
+        report.failures
+    )
     assert report.departs == "model.layers.1"
     states = {row[0]: row[1] for row in gate_table(report).rows if row[0]}
     assert [states[gate] for gate in ("tensors", "folds", "served", "layers")] == ["FAIL"] * 4
