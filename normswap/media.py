@@ -13,12 +13,12 @@ from normswap.settings import Settings
 
 __all__ = ["IMAGES", "SERIES", "SOUNDS", "VIDEOS", "images", "series", "sounds", "videos"]
 
-IMAGES = ("pixel_values", "flattened_patches", "pixel_values_images")
+IMAGES = ("pixel_values", "flattened_patches", "pixel_values_images", "image", "images")
 VIDEOS = ("pixel_values_videos",)
 SERIES = ("past_values",)
 SOUNDS = (
     "input_features", "input_values", "audio_values", "audio_input_features", "input_audio", "audio", "spectrogram",
-    "audio_features",
+    "audio_features", "audio_mel",
 )  # fmt: skip
 
 _VISION_CONFIGS = ("vision_config", "encoder", "backbone_config", "vision_encoder_config")
@@ -34,19 +34,21 @@ def images(name: str, names: Collection[str], settings: Settings) -> Iterator[di
     """Yield forms of one image under an argument's name, the likeliest first, with what else describes it."""
     vision = settings.sub(_VISION_CONFIGS) or settings
     channels = vision.integer("num_channels", "in_channels", "in_chans", default=3) or 3
-    sizes = _sizes(vision)
-    if name == "flattened_patches" or any(map(_GRID.search, names)) or any(map(_PLACES.search, names)):
+    sizes, patch = _sizes(vision), vision.side("patch_size") or 14
+    masked = bool({"pixel_attention_mask", "spatial_shapes"} & set(names))
+    patched = name == "flattened_patches" or any(map(_GRID.search, names)) or any(map(_PLACES.search, names))
+    if patched:
         yield from _patches(name, names, vision, channels)
     for height, width in [*sizes, (224, 224), (64, 64)]:
-        yield _sized({name: Draw((1, channels, height, width))}, names, height, width)
+        yield _sized({name: Draw((1, channels, height, width))}, names, height, width, patch)
     frames = vision.integer("num_frames", default=2) or 2
     for height, width in sizes or [(64, 64)]:
         yield {name: Draw((1, frames, channels, height, width))}
-    if not any(map(_GRID.search, names)) and {"pixel_attention_mask", "spatial_shapes"} & set(names):
+    if not any(map(_GRID.search, names)) and masked:
         yield from _patches(name, names, vision, channels)
     for height, width in sizes or [(64, 64)]:
         for many in (1, 5, 3, 2):
-            yield _sized({name: Draw((1, many, channels, height, width))}, names, height, width)
+            yield _sized({name: Draw((1, many, channels, height, width))}, names, height, width, patch)
         if "aspect_ratio_ids" in names:
             tiles = vision.integer("max_num_tiles", default=4) or 4
             yield {
@@ -54,6 +56,8 @@ def images(name: str, names: Collection[str], settings: Settings) -> Iterator[di
                 "aspect_ratio_ids": Ones((1, 1)),
                 "aspect_ratio_mask": Ones((1, 1, tiles)),
             }
+    if not patched and not masked:
+        yield from _patches(name, names, vision, channels)
 
 
 def videos(name: str, names: Collection[str], settings: Settings) -> Iterator[dict[str, Part]]:
@@ -107,6 +111,7 @@ def series(name: str, names: Collection[str], settings: Settings) -> Iterator[di
     wide = settings.integer("num_input_channels", "input_size", default=1) or 1
     lengths = [_SHORT, past] if past > 8 * _SHORT else [past]
     widths: list[tuple[int, ...]] = [(), (wide,)] if "past_time_features" in names else [(wide,), ()]
+    forms = []
     for past, more in itertools.product(lengths, widths):
         parts: dict[str, Part] = {name: Draw((1, past, *more))}
         if "past_time_features" in names:
@@ -114,7 +119,10 @@ def series(name: str, names: Collection[str], settings: Settings) -> Iterator[di
             parts["past_observed_mask"] = Ones((1, past, *more), torch.float32)
             parts["future_values"] = Draw((1, ahead, *more))
             parts["future_time_features"] = Draw((1, ahead, known))
-        yield parts
+        forms.append(parts)
+    yield from forms
+    if "past_time_features" in names:
+        yield from ({key: part for key, part in form.items() if not key.startswith("future")} for form in forms)
 
 
 def _patches(
@@ -144,15 +152,20 @@ def _patches(
         shapes += [flat, square, (count, channels, depth, patch, patch), (1, *flat), (1, *square)]
         if "spatial_shapes" in names:
             shapes = [*shapes[-2:], *shapes[:-2]]
+        shapes += [(1, count, channels * depth * area)] if depth > 1 else []
+        shapes += [(count, depth, length, length, channels) for length in (patch, merge * patch)]
         if name == "flattened_patches":
             shapes = [(1, count, 2 + channels * area)]
         for shape in shapes:
             yield {name: Draw(shape), **more}
 
 
-def _sized(parts: dict[str, Part], names: Collection[str], height: int, width: int) -> dict[str, Part]:
+def _sized(parts: dict[str, Part], names: Collection[str], height: int, width: int, patch: int) -> dict[str, Part]:
+    """Add the size of an image: in pixels, or in patches."""
     if "image_sizes" in names:
         return {**parts, "image_sizes": Fixed(torch.tensor([[height, width]]))}
+    if "target_sizes" in names:
+        return {**parts, "target_sizes": Fixed(torch.tensor([[height // patch, width // patch]]))}
     return parts
 
 
