@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ _WANTED = (
 # `name (`type` of shape `(a, b, c)`...`, as documented for each argument; what stands between is a type's name.
 _DOCUMENTED = r"(?m)^\s*`?{}`?\s*[(:](.*)$"
 _SHAPE = re.compile(r"of shape [`'\"]?\(([^)]*)\)")
-_WHOLE = re.compile(r"(^|_)(ids?|index|indices|timesteps|bbox|freq)$|position_ids|token_type")
+_WHOLE = re.compile(r"(^|_)(ids?|idx|index|indices|timesteps|bbox|freq)$|position_ids|token_type")
 _LARGEST = 1 << 12
+_LARGEST_SIDE = 1 << 10
 _MOST_PLACES = 4096
 _MOST_CODEBOOKS = 64
 _OTHER_TOKENS = 6
@@ -51,6 +53,7 @@ class Mender:
         self.settings, self.names, self.width = settings, names, width
         self.text = inspect.getdoc(type(model).forward) or ""
         self.text += "\n" + (inspect.getdoc(type(model)) or "")
+        self.kinds = {name: found.annotation for name, found in inspect.signature(model.forward).parameters.items()}
 
     def mended(self, recipe: Recipe, batch: Mapping[str, Any], error: Exception) -> Iterator[Recipe]:
         """Yield what may be worth trying after an error, the likeliest first."""
@@ -70,6 +73,7 @@ class Mender:
             yield from self._placed(recipe, numbers)
         yield from self._dimensions(recipe, said)
         yield from self._stacked(recipe, said, numbers)
+        yield from self._scaled(recipe, numbers)
         yield from self._resized(recipe, said, numbers)
 
     def _named(self, error: Exception, said: str) -> list[str]:
@@ -98,10 +102,12 @@ class Mender:
             return
         for name in ("decoder_input_ids", "input_ids"):
             part = recipe.parts.get(name)
-            if part is None or isinstance(part, Stacked):
+            if part is None:
                 continue
-            for count in numbers or [self.settings.integer("num_codebooks", "num_quantizers", default=4) or 4]:
-                if 1 < count <= _MOST_CODEBOOKS:
+            told = self.settings.integer("num_codebooks", "num_quantizers", "num_channels", default=4) or 4
+            before, part = (part.count, part.part) if isinstance(part, Stacked) else (0, part)
+            for count in dict.fromkeys([*numbers, told]):
+                if 1 < count <= _MOST_CODEBOOKS and count != before:
                     yield from (recipe.give(**{name: Stacked(part, count, first)}) for first in (True, False))
 
     def _dimensions(self, recipe: Recipe, said: str) -> Iterator[Recipe]:
@@ -127,6 +133,16 @@ class Mender:
                     shape[at] = new
                     yield recipe.give(**{name: replace(part, shape=tuple(shape))})
 
+    def _scaled(self, recipe: Recipe, numbers: list[int]) -> Iterator[Recipe]:
+        """Give a square image the size at which it makes as many tokens as the error names beside those it made."""
+        for name, part in recipe.parts.items():
+            if not isinstance(part, Draw) or len(part.shape) < 4 or part.shape[-1] != part.shape[-2]:
+                continue
+            for new, old in itertools.permutations([number for number in numbers if number > 3], 2):
+                side = math.isqrt(part.shape[-1] ** 2 * new // old)
+                if side * side * old == part.shape[-1] ** 2 * new and side <= _LARGEST_SIDE:
+                    yield recipe.give(**{name: Draw((*part.shape[:-2], side, side))})
+
     def fill(self, name: str, recipe: Recipe) -> Part | None:
         """Return what to give under an argument's name; None where nothing is known of it.
 
@@ -137,7 +153,12 @@ class Mender:
         time = next((max(part.shape[-2:]) for part in recipe.parts.values() if isinstance(part, Draw)), None)
         if name.startswith("decoder_") and f"{name.removeprefix('decoder_')}" in recipe.parts:
             return recipe.parts[name.removeprefix("decoder_")]
+        if self.kinds.get(name) in (int, "int"):
+            return Fixed(self.settings.integer(name) or 1)
         documented = self._documented(name)
+        many = next((part.shape[1] for part in recipe.parts.values() if isinstance(part, Draw) and _several(part)), 0)
+        if many and recipe.text and documented is None and re.fullmatch(r"(image|cross)_attention_mask", name):
+            return _Across(many)
         if "mask" in name and "encoder" not in name and documented is None:
             return _ones if recipe.text and time is None else Ones((1, time or 1), torch.bool)
         if re.search(r"(lens|lengths)$", name) and time is not None:
@@ -201,6 +222,21 @@ class _Whole:
             for place, (word, size) in enumerate(zip(self.words, self.sizes, strict=True))
         )
         return torch.full(sizes, int(self.ones))
+
+
+@dataclass(frozen=True)
+class _Across:
+    """Ones for each of several images beside each token of the text."""
+
+    many: int
+
+    def __call__(self, row: Row) -> torch.Tensor:
+        return _ones(row)[..., None].repeat(1, 1, self.many)
+
+
+def _several(part: Draw) -> bool:
+    """Whether it is several images."""
+    return len(part.shape) == 5
 
 
 def _pair(found: re.Match[str]) -> tuple[str, str]:

@@ -93,6 +93,54 @@ def test_the_size_of_an_image_is_told_in_patches():
 
 
 @pytest.mark.core
+def test_an_image_grows_to_the_tokens_that_are_wanted():
+    class Exact(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 16, 16)
+
+        def forward(self, pixel_values):
+            tokens = self.conv(pixel_values).flatten(2)
+            if tokens.shape[2] != 400:
+                raise ValueError(f"expected (batch, 400), got {tuple(tokens[:, 0].shape)}")
+            return tokens
+
+    assert found(Exact()) == ("image", {"pixel_values": (1, 3, 320, 320)})
+
+
+@pytest.mark.core
+def test_a_mask_says_which_token_sees_which_image():
+    class Crossed(Text):
+        def forward(self, input_ids, pixel_values, image_attention_mask=None):
+            seen = self.see(pixel_values).mean((2, 3, 4))
+            if image_attention_mask.size(-1) != seen.shape[1]:
+                raise ValueError("expected as many images")
+            return self.embed(input_ids) + image_attention_mask.to(seen.dtype) @ seen[..., None]
+
+    kind, shapes = found(Crossed(32), image_size=32)
+    assert kind == "ids+image" and shapes["image_attention_mask"] == (1, 16, shapes["pixel_values"][1])
+
+
+@pytest.mark.core
+def test_ids_have_as_many_codebooks_as_the_configuration_says():
+    class Codes(Text):
+        def forward(self, input_ids):
+            batch, length = input_ids.size()[:-1]
+            return self.embed(input_ids + torch.zeros(9, dtype=torch.long)).view(batch, length, 72)
+
+    assert found(Codes(), num_channels=9) == ("ids", {"input_ids": (1, 16, 9)})
+
+
+@pytest.mark.core
+def test_whole_numbers_and_indices_are_given():
+    class Counted(Text):
+        def forward(self, inputs_embeds, num_patches: int, pooled_idx):
+            return self.see(inputs_embeds)[:, pooled_idx.flatten()] * range(9)[num_patches]
+
+    assert found(Counted(), hidden_size=8)[1]["pooled_idx"] == (1, 6)
+
+
+@pytest.mark.core
 def test_a_series_needs_no_future():
     config = transformers.AutoformerConfig(
         prediction_length=4, context_length=8, label_length=10, lags_sequence=[1, 2], d_model=16, encoder_layers=1,
