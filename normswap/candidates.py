@@ -42,7 +42,8 @@ _NUMBERS = 1 << 28
 _CHANGES = 12
 # How many forms of one kind may run and come by nothing new before the rest of them are left.
 _IDLE = 2
-_LARGEST = 1 << 24
+# What text alone may draw once more.
+_LEAST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ class _Search:
         if plain is None:
             yield from self.tested(self.others(), [])
         elif kinds:
+            # However long media were searched for.
+            self.left, self.numbers = max(self.left, _TRIES), max(self.numbers, _LEAST)
             yield from self.tested([plain], rows)
         for rest in later:
             yield from self.tested(rest, rows, _FEW)
@@ -343,7 +346,7 @@ class _Search:
         return torch.cat([torch.tensor([[start]]), ids[:, :-1]], 1)[:, :limit]
 
     def unnamed(self, name: str) -> Iterator[Recipe]:
-        """For a module of unknown make: ids where it embeds some, else rows as wide as its first map."""
+        """For a module of unknown make: ids where it embeds, images where it convolves, else rows of its width."""
         for module in self.model.modules():
             if isinstance(module, nn.Embedding):
                 yield Recipe("ids", {name: Pick(module.num_embeddings, (1, min(self.length, 32))), **self.extra})
@@ -351,6 +354,11 @@ class _Search:
             if isinstance(module, (nn.Linear, nn.LayerNorm)):
                 width = module.in_features if isinstance(module, nn.Linear) else module.normalized_shape[-1]
                 yield Recipe("tensor", {name: Draw((1, 32, width)), **self.extra})
+                return
+            if isinstance(module, nn.Conv2d):
+                yield from (
+                    Recipe("image", {**parts, **self.extra}) for parts in images(name, self.names, self.settings)
+                )
                 return
 
 

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from normswap import candidates
 from normswap.errors import ModelError
 from normswap.inputs import make_inputs
 
@@ -32,12 +33,44 @@ class Text(nn.Module):
 
 
 @pytest.mark.core
+def test_an_image_has_many_names():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 16)
+
+        def forward(self, image):
+            return self.conv(image)
+
+    class Unnamed(Named):
+        def forward(self, hidden_states):
+            return self.conv(hidden_states)
+
+    assert found(Named(), image_size=32) == ("image", {"image": (1, 3, 32, 32)})
+    assert found(Unnamed(), image_size=32) == ("image", {"hidden_states": (1, 3, 32, 32)})
+
+
+@pytest.mark.core
 def test_a_spectrogram_may_be_called_mel():
     class Mel(Text):
         def forward(self, audio_mel, audio_mel_mask):
             return self.see(audio_mel) * audio_mel_mask[..., None]
 
     assert found(Mel(80), num_mel_bins=80) == ("audio", {"audio_mel": (1, 256, 80), "audio_mel_mask": (1, 256)})
+
+
+@pytest.mark.core
+def test_text_is_tried_however_long_images_were_searched_for(monkeypatch):
+    class Blind(Text):
+        def forward(self, input_ids, pixel_values=None):
+            if pixel_values is not None:
+                raise ValueError(f"sees nothing of {pixel_values.numel()} pixels")
+            return self.embed(input_ids)
+
+    for limit in ("_ALL", "_NUMBERS"):
+        with monkeypatch.context() as patched:
+            patched.setattr(candidates, limit, 1)
+            assert found(Blind(), image_size=16) == ("ids", {"input_ids": (1, 16)})
 
 
 @pytest.mark.core
