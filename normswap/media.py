@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from normswap.recipes import Draw, Fixed, Ones, Part
+from normswap.recipes import Draw, Fixed, Numbered, Ones, Part
 from normswap.settings import Settings
 
 __all__ = ["IMAGES", "SERIES", "SOUNDS", "VIDEOS", "images", "series", "sounds", "videos"]
@@ -18,7 +18,7 @@ VIDEOS = ("pixel_values_videos",)
 SERIES = ("past_values",)
 SOUNDS = (
     "input_features", "input_values", "audio_values", "audio_input_features", "input_audio", "audio", "spectrogram",
-    "audio_features", "audio_mel",
+    "audio_features", "audio_mel", "mel_spectrogram",
 )  # fmt: skip
 
 _VISION_CONFIGS = ("vision_config", "encoder", "backbone_config", "vision_encoder_config")
@@ -81,7 +81,7 @@ def sounds(name: str, names: Collection[str], settings: Settings) -> Iterator[di
     ) or 80  # fmt: skip
     frames = [2 * n for n in [audio.integer("max_source_positions")] if n]
     frames += [n for n in [audio.integer("max_length")] if n and name == "input_values"]
-    wave = name not in ("input_features", "audio_input_features", "audio_features", "spectrogram")
+    wave = name not in ("input_features", "audio_input_features", "audio_features", "spectrogram", "mel_spectrogram")
     shapes: list[tuple[int, ...]] = []
     for count in [*frames, 256, 200]:
         if not wave or count not in (256, 200):
@@ -155,7 +155,9 @@ def _patches(
         shapes += [(1, count, channels * depth * area)] if depth > 1 else []
         shapes += [(count, depth, length, length, channels) for length in (patch, merge * patch)]
         if name == "flattened_patches":
-            shapes = [(1, count, 2 + channels * area)]
+            flat_width = vision.integer("patch_embed_hidden_size") or channels * area
+            yield {name: Numbered((1, count, 2 + flat_width), side), **more}
+            continue
         for shape in shapes:
             yield {name: Draw(shape), **more}
 

@@ -73,7 +73,7 @@ class Mender:
             yield from self._placed(recipe, numbers)
         yield from self._dimensions(recipe, said)
         yield from self._stacked(recipe, said, numbers)
-        yield from self._scaled(recipe, numbers)
+        yield from self._scaled(recipe, said, numbers)
         yield from self._resized(recipe, said, numbers)
 
     def _named(self, error: Exception, said: str) -> list[str]:
@@ -133,12 +133,14 @@ class Mender:
                     shape[at] = new
                     yield recipe.give(**{name: replace(part, shape=tuple(shape))})
 
-    def _scaled(self, recipe: Recipe, numbers: list[int]) -> Iterator[Recipe]:
+    def _scaled(self, recipe: Recipe, said: str, numbers: list[int]) -> Iterator[Recipe]:
         """Give a square image the size at which it makes as many tokens as the error names beside those it made."""
         for name, part in recipe.parts.items():
             if not isinstance(part, Draw) or len(part.shape) < 4 or part.shape[-1] != part.shape[-2]:
                 continue
-            for new, old in itertools.permutations([number for number in numbers if number > 3], 2):
+            pairs = [*itertools.permutations([number for number in numbers if number > 3], 2)]
+            # Fewer places than are to be chosen.
+            for new, old in [(4, 1)] if "index k out of range" in said else pairs:
                 side = math.isqrt(part.shape[-1] ** 2 * new // old)
                 if side * side * old == part.shape[-1] ** 2 * new and side <= _LARGEST_SIDE:
                     yield recipe.give(**{name: Draw((*part.shape[:-2], side, side))})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Draw", "Fixed", "Ones", "Part", "Pick", "Recipe", "Row", "Stacked"]
+__all__ = ["Draw", "Fixed", "Numbered", "Ones", "Part", "Pick", "Recipe", "Row", "Stacked"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,18 @@ class Draw:
 
     def __call__(self, row: Row) -> torch.Tensor:
         return torch.randn(*self.shape, generator=row.generator)
+
+
+@dataclass(frozen=True)
+class Numbered(Draw):
+    """Rows (1, n, width) drawn anew, each behind the numbers, from 1, of its row and column in a grid so wide."""
+
+    side: int
+
+    def __call__(self, row: Row) -> torch.Tensor:
+        made, at = super().__call__(row), torch.arange(self.shape[1])
+        made[..., 0], made[..., 1] = at // self.side + 1, at % self.side + 1
+        return made
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,11 @@ def test_a_spectrogram_may_be_called_mel():
         def forward(self, audio_mel, audio_mel_mask):
             return self.see(audio_mel) * audio_mel_mask[..., None]
 
+    class Spectrogram(Text):
+        def forward(self, mel_spectrogram):
+            return self.see(mel_spectrogram)
+
+    assert found(Spectrogram(80), num_mel_bins=80)[0] == "audio"
     assert found(Mel(80), num_mel_bins=80) == ("audio", {"audio_mel": (1, 256, 80), "audio_mel_mask": (1, 256)})
 
 
@@ -139,6 +144,31 @@ def test_an_image_grows_to_the_tokens_that_are_wanted():
             return tokens
 
     assert found(Exact()) == ("image", {"pixel_values": (1, 3, 320, 320)})
+
+
+@pytest.mark.core
+def test_an_image_grows_until_enough_can_be_chosen():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 16, 16)
+
+        def forward(self, pixel_values):
+            return self.conv(pixel_values).flatten(2).topk(300).values
+
+    assert found(Chosen(), image_size=64)[1] == {"pixel_values": (1, 3, 448, 448)}
+
+
+@pytest.mark.core
+def test_flattened_patches_begin_with_their_row_and_column():
+    class Flat(Text):
+        def forward(self, flattened_patches):
+            row, column = flattened_patches[..., 0].long(), flattened_patches[..., 1].long()
+            return self.see(flattened_patches[..., 2:]) + self.embed(row) + self.embed(column)
+
+    inputs = make_inputs(Flat(20), Settings(patch_size=4, patch_embed_hidden_size=20), sequences=2)
+    patches = inputs.batches[0]["flattened_patches"][0]
+    assert patches.shape == (64, 22) and patches[9, :2].tolist() == [2, 2]
 
 
 @pytest.mark.core
