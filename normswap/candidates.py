@@ -346,7 +346,7 @@ class _Search:
         return torch.cat([torch.tensor([[start]]), ids[:, :-1]], 1)[:, :limit]
 
     def unnamed(self, name: str) -> Iterator[Recipe]:
-        """For a module of unknown make: ids where it embeds, images where it convolves, else rows of its width."""
+        """For a module of unknown make: ids where it embeds, else rows as wide as its first map, and images."""
         for module in self.model.modules():
             if isinstance(module, nn.Embedding):
                 yield Recipe("ids", {name: Pick(module.num_embeddings, (1, min(self.length, 32))), **self.extra})
@@ -354,12 +354,10 @@ class _Search:
             if isinstance(module, (nn.Linear, nn.LayerNorm)):
                 width = module.in_features if isinstance(module, nn.Linear) else module.normalized_shape[-1]
                 yield Recipe("tensor", {name: Draw((1, 32, width)), **self.extra})
-                return
-            if isinstance(module, nn.Conv2d):
-                yield from (
-                    Recipe("image", {**parts, **self.extra}) for parts in images(name, self.names, self.settings)
-                )
-                return
+                break
+        if any(isinstance(module, nn.Conv2d) for module in self.model.modules()):
+            for parts in images(name, self.names, self.settings):
+                yield Recipe("image", {**parts, **self.extra})
 
 
 def _ids(row: Row) -> torch.Tensor:

@@ -51,6 +51,20 @@ def test_an_image_has_many_names():
 
 
 @pytest.mark.core
+def test_a_module_that_maps_and_convolves_gets_rows():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(1, 1, 3, padding=1)
+            self.see = nn.Linear(8, 8)
+
+        def forward(self, hidden_states):
+            return self.see(self.conv(hidden_states[:, None])[:, 0])
+
+    assert found(Both()) == ("tensor", {"hidden_states": (1, 32, 8)})
+
+
+@pytest.mark.core
 def test_a_spectrogram_may_be_called_mel():
     class Mel(Text):
         def forward(self, audio_mel, audio_mel_mask):
