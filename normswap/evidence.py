@@ -62,7 +62,7 @@ class TensorFigures:
     """Two checkpoints compared tensor by tensor.
 
     Attributes:
-        summary: one line, such as ``"60 gains folded into 210 linears"``, ``"identical"``, ``"cast to bf16"`` or
+        summary: one line, such as ``"60 gains folded into 150 linears"``, ``"identical"``, ``"cast to bf16"`` or
             ``"unknown change in 3 tensors"``.
         kind: ``"identical"``, ``"folded"``, ``"cast"``, ``"zeros"`` (equal but for the sign of zeros), ``"rearranged"``
             (same tensors, other files or format) or ``"unknown"``; several joined by ``+``.
