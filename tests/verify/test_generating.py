@@ -82,7 +82,9 @@ def test_a_continuation_is_the_likeliest_token_at_each_step(make) -> None:
             assert logits.shape == (model.get_output_embeddings().weight.shape[0],) and logits.dtype == torch.float32
             top = logits.topk(one.top_ids.shape[1])
             torch.testing.assert_close(one.top_logits[place], top.values, rtol=1e-4, atol=1e-4)
-            assert one.ids[place] == int(top.indices[0]) == int(one.top_ids[place][0])
+            # Two tokens may have the very same logit.
+            for token in (one.ids[place], int(one.top_ids[place][0])):
+                assert float(logits[token]) >= float(top.values[0]) - 1e-6
 
 
 @pytest.mark.core
