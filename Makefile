@@ -43,8 +43,8 @@ demo: venv  ## convert a real SmolLM2-135M and compare the conversion with the o
 test: venv  ## all tests but the long sweeps, on WORKERS=2 processes
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
-test-slow: venv  ## the long sweeps
-	$(BIN)/pytest -m slow $(ARGS)
+test-slow: venv  ## the long sweeps, on WORKERS=2 processes
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
 test-transformers4: $(VENV4)/.installed  ## the core tests on the oldest supported transformers
 	$(VENV4)/bin/pytest -m core $(ARGS)
