@@ -46,8 +46,8 @@ test: venv  ## all tests but the long sweeps, on WORKERS=2 processes
 test-slow: venv  ## the long sweeps, on WORKERS=2 processes
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
-test-transformers4: $(VENV4)/.installed  ## the core tests on the oldest supported transformers
-	$(VENV4)/bin/pytest -m core $(ARGS)
+test-transformers4: $(VENV4)/.installed  ## the core tests, and the walk of all models, on the oldest supported transformers
+	$(VENV4)/bin/pytest -m "core and (not slow or zoo)" $(ARGS)
 
 quality: venv  ## lint, format check, types
 	$(BIN)/ruff check $(SOURCES)

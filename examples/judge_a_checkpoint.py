@@ -34,7 +34,7 @@ def make_checkpoint(folder: Path) -> Path:
 @torch.no_grad()
 def fold_by_hand(source: Path, folder: Path) -> Path:
     """Do what many a script does before quantizing: multiply in bfloat16, without a manifest."""
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         readers = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
@@ -49,7 +49,7 @@ def fold_by_hand(source: Path, folder: Path) -> Path:
 @torch.no_grad()
 def spoil(source: Path, folder: Path) -> Path:
     """Change one value of one gain by 3%."""
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     model.model.layers[1].input_layernorm.weight[7] *= 1.03
     model.save_pretrained(folder)
     return folder

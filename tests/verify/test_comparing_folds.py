@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny_checkpoints import saved, tiny_bert, tiny_llama
 from two_checkpoints import (
     LLAMA_READERS,
@@ -246,6 +247,8 @@ def test_a_bias_that_is_kept_in_a_layer_norm(tmp_path: Path) -> None:
 def test_a_conversion_of_this_tool_with_and_without_its_manifest(
     tmp_path: Path, make: Callable[..., object], options: dict[str, str]
 ) -> None:
+    if make is tiny_bert and options and transformers.__version__.startswith("4."):
+        pytest.skip("the head's bias is tied as well, so that untying is refused")
     model = make(tie_word_embeddings=True) if make is tiny_llama else make()
     source = saved(model.bfloat16(), tmp_path / "source")  # type: ignore[attr-defined]
     folder = tmp_path / "folded"
