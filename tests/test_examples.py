@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,15 +80,16 @@ def test_docstring_examples_run(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_demo_converts_a_real_model_twice_over(smollm2: Path, tmp_path: Path) -> None:
-    for _ in range(2):
-        printed = run(ROOT / "tools" / "demo.py", "--out", str(tmp_path))
-        assert "PASS" in printed
-        assert "61 of 61 norms swapped" in printed
-        assert re.search(r"^  identical: all 20 tokens agree$|^  a tie: rounding decides it$", printed, re.MULTILINE)
-        assert re.search(r"61 norm forwards.*ms +-> .*ms +\d+\.\d\dx$", printed, re.MULTILINE)
-        assert re.search(r"prefill of 512 tokens.*tok/s +-> .*tok/s +\d+\.\d\dx$", printed, re.MULTILINE)
+def test_demo_converts_a_real_model_over_an_old_output(smollm2: Path, tmp_path: Path) -> None:
+    shutil.copytree(smollm2, tmp_path / "smollm2-135m-normswap")
+    printed = run(ROOT / "tools" / "demo.py", "--out", str(tmp_path))
+    assert "PASS" in printed
+    assert "61 of 61 norms swapped" in printed
+    assert re.search(r"^  identical: all 20 tokens agree$|^  a tie: rounding decides it$", printed, re.MULTILINE)
+    assert re.search(r"61 norm forwards.*ms +-> .*ms +\d+\.\d\dx$", printed, re.MULTILINE)
+    assert re.search(r"prefill of 512 tokens.*tok/s +-> .*tok/s +\d+\.\d\dx$", printed, re.MULTILINE)
     assert (tmp_path / "parity.json").is_file()
+    assert (tmp_path / "smollm2-135m-normswap" / "normswap.json").is_file()
 
 
 def run(*command: str | Path, **environment: str) -> str:

@@ -29,7 +29,7 @@ import normswap
 PREFILL = 512
 ROUNDS = 7
 # Turns after the one that warms up, and seconds after which they are enough.
-FEWEST, ENOUGH = 3, 60
+FEWEST, ENOUGH = 1, 30
 
 
 def main() -> int:
@@ -140,7 +140,7 @@ def _medians(runs: list[Callable[[], object]], device: torch.device) -> list[flo
     taken: list[list[float]] = [[] for _ in runs]
     begin = time.perf_counter()
     for turn in range(ROUNDS + 1):
-        # Where bfloat16 is slow, as on a core that has no arithmetic for it, a few turns have to do.
+        # Where bfloat16 is slow, as on a core that has no arithmetic for it, one or two turns have to do.
         if turn > FEWEST and time.perf_counter() - begin > ENOUGH:
             break
         for run, times in zip(runs, taken, strict=True):
