@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from normswap.replica import ANY_WIDTH, bare
 from normswap.spec import NormSpec
 from normswap.stats import FLOAT32_NOISE, ulp_distance, ulp_size
 
-__all__ = ["NormMeter", "NormUnderTest", "trial_inputs", "watching"]
+__all__ = ["NormMeter", "NormUnderTest", "trial_inputs", "units_from_exact", "watching"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _SAMPLE = 1 << 18
@@ -143,14 +144,14 @@ class NormMeter:
         rounding = spec.rounding(x.dtype, None if gain is None else gain.dtype)
         self.dtype, self.middle, self.twice = original.dtype, rounding.middle, rounding.twice
         exact = spec.compute_exact(x, gain, bias, gate)
-        at, n, g = _scales(spec, x, gain, bias, gate, exact)
+        at, g, after = _scales(spec, x, gain, bias, gate, exact)
         finite = original.isfinite() & swapped.isfinite() & exact.isfinite()
         every = bool(finite.all())
         if not every:
             # Only the pattern of NaN and infinities is compared there; the figures are those of the rest.
             same = (original == swapped) | (original.isnan() & swapped.isnan())
             self.nonfinite_differs += int((~same & ~(original.isfinite() & swapped.isfinite())).sum())
-            exact, at, n = (torch.where(finite, value, 1.0) for value in (exact, at, n))
+            exact, at = (torch.where(finite, value, 1.0) for value in (exact, at))
         wide = original.double() if every else torch.where(finite, original.double(), exact)
         unit = ulp_size(torch.maximum(at, exact.abs()), original.dtype)
         off = (wide - exact).abs()
@@ -181,6 +182,10 @@ class NormMeter:
         elif original.dtype in _HALF:
             ulp = ulp_distance(original, swapped).masked_fill(noise, 0.0)
         elif self.twice and self.middle is not None:
+            # The normalised row, as it is before what it is multiplied by.
+            n = spec.compute_exact(x, gain if spec.gain_position == "before" else None, None, gate)
+            n = n if after is None else n / after
+            n = n if every else torch.where(finite, n, 1.0)
             ulp = (gap / (ulp_size(n, self.middle) * g)).masked_fill(noise, 0.0)
         else:
             ulp = gap / unit
@@ -215,24 +220,50 @@ def _scales(
     bias: torch.Tensor | None,
     gate: torch.Tensor | None,
     exact: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest term behind each result, the normalised row, what it is multiplied by in magnitude; all float64."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The largest term behind each result, the row's factor, and the gate's part of that: magnitudes in float64."""
     g = spec.scale(gain, torch.float64)
     g = torch.ones((), dtype=torch.float64, device=x.device) if g is None else g.abs()
     after = None if gate is None or spec.gate_position != "after" else spec.activation(gate.double()).abs()
-    n = spec.compute_exact(x, gain if spec.gain_position == "before" else None, None, gate)
     at = exact.abs()
     if bias is not None:
         shift = spec.row(bias).double()
         at = torch.maximum((exact - shift).abs(), shift.abs().expand_as(exact))
     if after is not None:
-        n, g = n / after, g * after
+        g = g * after
     if spec.kind == "layer":
         wide = spec.grouped(x.double())
         variance = wide.var(-1, unbiased=False, keepdim=True)
         subtracted = (wide.pow(2).mean(-1, keepdim=True) / (variance + spec.eps)).sqrt().expand_as(wide)
         at = torch.maximum(at, subtracted.reshape(x.shape) * g)
-    return at, n, g
+    return at, g, after
+
+
+def units_from_exact(
+    spec: NormSpec,
+    x: torch.Tensor,
+    gain: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    result: torch.Tensor,
+    gate: torch.Tensor | None = None,
+) -> float | None:
+    """Say how far a result is from the formula in float64, as `NormMeter.exact_ulp_original` does for one call.
+
+    Args:
+        spec: the formula, of rows along the last dimension.
+        x: rows.
+        gain: as stored, or None.
+        bias: as stored, or None.
+        result: of the shape of ``x``.
+        gate: of the shape of ``x``, or None.
+
+    Returns:
+        The greatest distance, in units of the dtype of ``result``; None where a number is not finite.
+    """
+    exact = spec.compute_exact(x, gain, bias, gate)
+    at = torch.maximum(_scales(spec, x, gain, bias, gate, exact)[0], exact.abs())
+    units = float(((result.double() - exact).abs() / ulp_size(at, result.dtype)).max())
+    return units if math.isfinite(units) else None
 
 
 def trial_inputs(spec: NormSpec, *, eps_alone: bool = False) -> Iterator[dict[str, torch.Tensor]]:

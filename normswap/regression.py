@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from normswap.proof import ELEMENTS, evaluate, gates, relative, row_count, rows, try_run
+from normswap.proof import ELEMENTS, evaluate, gates, relative, rows, try_run
 from normswap.replica import CHANNELS, Arrangement, NotRun, Replica, Unfit
 from normswap.signatures import required_names
 from normswap.spec import NormSpec, dtype_name
@@ -94,7 +95,7 @@ class _NoNorm(Unfit):
 def _fit(replica: Replica) -> NormSpec:
     replica.randomise(torch.float32)
     # A few rows tell most that is no norm; the wider a module, the longer that takes.
-    for count in (8, max(16, min(1024, row_count(replica) // 4))):
+    for count in (8, max(16, min(1024, ELEMENTS // math.prod(replica.shape) // 4))):
         x = 1e3 * (rows(replica, count) + 0.5)
         gate = None if replica.gate_name is None else 2 * torch.randn(x.shape)
         y = replica.run(x, gate)
