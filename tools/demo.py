@@ -1,6 +1,6 @@
 """Convert a real model and compare the conversion with the original: what ``make demo`` runs.
 
-    python tools/demo.py [--out demo-output] [--tokens 20] [--prompt TEXT]
+    python tools/demo.py [--out demo-output] [--tokens 20] [--prompt TEXT] [--parity-tokens N]
 
 Fetches SmolLM2-135M-Instruct, patches it in bfloat16 through the command line, generates with the original and with the
 reloaded conversion, and times both. Exits with 1 when parity fails or the texts differ by more than a rounding tie.
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "demo-output")
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--prompt", default="The three states of matter are")
+    parser.add_argument("--parity-tokens", type=int, help="how many tokens parity is measured on")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -50,7 +51,7 @@ def main() -> int:
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     converted_folder = arguments.out / "smollm2-135m-normswap"
-    if code := _patch(original_folder, converted_folder, arguments.out / "parity.json"):
+    if code := _patch(original_folder, converted_folder, arguments.out / "parity.json", arguments.parity_tokens):
         return code
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,10 +62,12 @@ def main() -> int:
     return 0 if agree else 1
 
 
-def _patch(source: Path, out: Path, report: Path) -> int:
+def _patch(source: Path, out: Path, report: Path, tokens: int | None) -> int:
     program = Path(sys.executable).with_name("normswap")
     arguments = ["patch", _short(source), "-o", _short(out), "--dtype", "bfloat16", "--json", _short(report)]
     arguments.append("--overwrite")
+    if tokens is not None:
+        arguments += ["--tokens", str(tokens)]
     print(f"\n$ normswap {shlex.join(arguments)}", flush=True)
     return subprocess.run([program, *arguments]).returncode
 

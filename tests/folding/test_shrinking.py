@@ -128,7 +128,13 @@ def on_meta(name: str, settings: dict[str, Any]) -> nn.Module:
         return cls(config).eval()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# transformers 4 makes modules of every expert, tens of thousands, and takes a minute over them.
+SMALLER = [
+    name for name in PUBLISHED if transformers.__version__ >= "5" or name not in ("qwen3-235b-a22b", "deepseek-v3")
+]
+
+
+@pytest.mark.parametrize("name", SMALLER)
 def test_a_published_model_has_a_small_twin(name: str) -> None:
     cls, settings = PUBLISHED[name]
     model = on_meta(cls, settings)
@@ -156,7 +162,7 @@ def test_the_same_seed_gives_the_same_twin_and_another_seed_another() -> None:
 
 
 def test_activations_neither_vanish_nor_explode() -> None:
-    twin = small_twin(on_meta(*PUBLISHED["deepseek-v3"]))
+    twin = small_twin(on_meta(*PUBLISHED["deepseek-v3" if "deepseek-v3" in SMALLER else "gpt-oss-120b"]))
     with torch.no_grad():
         logits = twin.model(**twin.batches[0]).logits
     assert 0.1 < logits.std() < 10
