@@ -1,11 +1,13 @@
 # What a contributor runs, and what CI runs. `make help` lists it. ARGS goes to pytest: make test ARGS="-k probe -x"
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-slow test-transformers4 quality style bench kernels clean
+.PHONY: help venv venv-transformers4 demo test test-slow test-transformers4 quality style bench kernels clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 ARGS ?=
 WORKERS ?= 2
+# A file stays in one process, as its fixtures are dear; the order is the one of tests/conftest.py.
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 VENV4 := .venv-transformers4
 BIN := $(VENV)/bin
@@ -13,7 +15,8 @@ SOURCES := normswap kernels tests tools examples benchmarks
 # Threads that spin at a barrier take the core from the one they wait for: on a busy machine of two cores a forward pass
 # of SmolLM2 took 6 to 9 s where it takes 1 s with threads that sleep.
 demo test test-slow test-transformers4: export OMP_WAIT_POLICY ?= passive
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# Modules are compiled as they are imported: of transformers alone there are thousands, and few are.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # Libraries that the tests try normswap on, out of everybody else's sight and without what they ask for: transformers prints
 # warnings where it finds torchao, and beside the torchvision that timm asks for it does not import if that was built for
 # another torch.
@@ -37,17 +40,19 @@ $(VENV4)/.installed: pyproject.toml constraints-transformers4.txt
 
 venv: $(VENV)/.installed  ## the virtual environment, with the package installed from this tree
 
+venv-transformers4: $(VENV4)/.installed  ## the one with the oldest supported transformers
+
 demo: venv  ## convert a real SmolLM2-135M and compare the conversion with the original
 	$(BIN)/python tools/demo.py
 
 test: venv  ## all tests but the long sweeps, on WORKERS=2 processes
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/pytest $(SPREAD) -m "not slow" $(ARGS)
 
 test-slow: venv  ## the long sweeps, on WORKERS=2 processes
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+	$(BIN)/pytest $(SPREAD) -m slow $(ARGS)
 
-test-transformers4: $(VENV4)/.installed  ## the core tests, and the walk of all models, on the oldest supported transformers
-	$(VENV4)/bin/pytest -m "core and (not slow or zoo)" $(ARGS)
+test-transformers4: venv-transformers4  ## the core tests, and the walk of all models, on the oldest supported transformers, on WORKERS=2 processes
+	$(VENV4)/bin/pytest $(SPREAD) -m "core and (not slow or zoo)" $(ARGS)
 
 quality: venv  ## lint, format check, types
 	$(BIN)/ruff check $(SOURCES)

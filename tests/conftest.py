@@ -24,12 +24,25 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
+LONGEST = (
+    "test_coverage.py",
+    "test_interpreter_backward.py",
+    "test_trained_faults.py",
+    "test_false_alarms.py",
+    "test_trained_folds.py",
+    "test_interpreter.py",
+    "test_stored_zoo.py",
+    "test_examples.py",
+    "test_convert_benchmark.py",
+)
+"""Files that take minutes. They come first, lest one process work on the last of them while the other has none."""
 UNAVAILABLE = 3
 """Exit code of ``tools/checkpoints.py`` where pip cannot get a package."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Turn markers into skips, so that no test has to ask what there is."""
+    """Put the longest files first, and turn markers into skips, so that no test has to ask what there is."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     skips = []
     if not torch.cuda.is_available():
         skips.append(("gpu", pytest.mark.skip(reason="needs a GPU, and torch finds none")))
