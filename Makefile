@@ -15,8 +15,9 @@ SOURCES := normswap kernels tests tools examples benchmarks
 # Threads that spin at a barrier take the core from the one they wait for: on a busy machine of two cores a forward pass
 # of SmolLM2 took 6 to 9 s where it takes 1 s with threads that sleep.
 demo test test-slow test-transformers4: export OMP_WAIT_POLICY ?= passive
-# Modules are compiled as they are imported: of transformers alone there are thousands, and few are.
-INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+# Images of Python set it. Here it makes each of the processes that tests start compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := -m pip install --quiet --disable-pip-version-check
 # Libraries that the tests try normswap on, out of everybody else's sight and without what they ask for: transformers prints
 # warnings where it finds torchao, and beside the torchvision that timm asks for it does not import if that was built for
 # another torch.
