@@ -249,13 +249,7 @@ def units_from_exact(
 ) -> float | None:
     """Say how far a result is from the formula in float64, as `NormMeter.exact_ulp_original` does for one call.
 
-    Args:
-        spec: the formula, of rows along the last dimension.
-        x: rows.
-        gain: as stored, or None.
-        bias: as stored, or None.
-        result: of the shape of ``x``.
-        gate: of the shape of ``x``, or None.
+    Args are those of `NormMeter.add`, for a spec of rows along the last dimension.
 
     Returns:
         The greatest distance, in units of the dtype of ``result``; None where a number is not finite.
