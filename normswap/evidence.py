@@ -120,12 +120,15 @@ class PairFigures:
 class LayerFigures:
     """The residual stream after one layer, over all sequences.
 
+    Distances are taken row by row, relative to the row's own size, and their root mean square is the figure: the norms
+    that read the stream bring every row to one size.
+
     Attributes:
         name: of the layer's module, such as ``model.layers.3``.
         stack: the list that it is of, such as ``model.layers``.
         index: its place there.
-        error_exact: relative RMS distance of the two models, both in float32; None where that was not run.
-        error_original: relative RMS distance from the reference, of the original as served; None without a reference.
+        error_exact: distance of the two models, both in float32; None where that was not run.
+        error_original: distance from the reference, of the original as served; None without a reference.
         error_converted: the same of the converted model.
         ratio: the last over the one before.
         ratio_interval: its 95% bootstrap interval over sequences.

@@ -22,6 +22,8 @@ _KEPT = 1 << 26
 _FEWEST_ROWS = 4
 # Of a layer's error, what the layer before it has, if it is no error of its own.
 _INHERITED = 0.5
+# What a row's squared size counts for at least, of the median row's: rows may be zero.
+_SMALLEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def layers_of(model: nn.Module) -> list[tuple[Layer, nn.Module]]:
     return found
 
 
-# Of one layer and one sequence: squared differences, squared sizes.
+# Of one layer and one sequence: squared relative errors of its rows, how many rows.
 _Sums = tuple[float, float]
 Sums = dict[str, dict[int, _Sums]]
 Current = Callable[[], Group]
@@ -105,8 +107,8 @@ class Stream:
         """Hold what the layers of a model give inside the ``with`` block against what was kept.
 
         Yields:
-            By layer, by sequence: sums of squared differences and of squared sizes; filled as the model runs. A layer
-            that gives another shape than was kept has NaN.
+            By layer, by sequence: the sum of the rows' squared relative errors, and how many rows there were; filled as
+            the model runs. A layer that gives another shape than was kept has NaN.
         """
         layers = layers_of(model)
         found: Sums = {}
@@ -123,9 +125,8 @@ class Stream:
                 if call >= len(kept) or kept[call].shape != got.shape:
                     sums[sequence] = float("nan"), before[1]
                     continue
-                expected = kept[call].double()
-                off = got.double() - expected
-                sums[sequence] = before[0] + float(off.square().sum()), before[1] + float(expected.square().sum())
+                error, rows_held = _row_errors(got.double(), kept[call].double())
+                sums[sequence] = before[0] + error, before[1] + rows_held
 
         with self._hooked(layers, compare, current):
             yield found
@@ -158,6 +159,18 @@ class Stream:
         if count == len(row):
             return row
         return row[torch.linspace(0, len(row) - 1, count, dtype=torch.float64, device=row.device).round().long()]
+
+
+def _row_errors(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
+    """Sum the squared relative errors of rows ``(rows, width)``, each over its own size, and count the rows.
+
+    The norms that read the stream bring every row to one size. Over the size of all rows together, one token that is a
+    thousand times as large as the others, which many models have, would hide what the others show.
+    """
+    sizes = expected.square().sum(-1)
+    some = sizes[sizes > 0]
+    floor = _SMALLEST * float(some.median()) if some.numel() else 1.0
+    return float(((got - expected).square().sum(-1) / sizes.clamp(min=floor)).sum()), len(sizes)
 
 
 def _stream_of(output: Any) -> torch.Tensor | None:

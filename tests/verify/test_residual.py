@@ -13,6 +13,7 @@ from torch import nn
 from normswap.figures import Criterion
 from normswap.residual import Stream, layers_of
 from normswap.stacking import Group
+from normswap.stats import relative
 
 pytestmark = pytest.mark.core
 
@@ -72,6 +73,34 @@ def test_few_rows_are_kept_of_many_layers() -> None:
     with torch.no_grad(), stream.keeping(model := Stack(), lambda: group):
         model(torch.randn(1, 500, 6))
     assert [len(kept[0][0]) for kept in stream.kept.values()] == [10, 10, 10]
+
+
+def _errors(rows: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """Relative error of each layer in a stack that hands on what it is given."""
+    group, stream, model = Group({}, [0]), Stream(1), Stack()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        with stream.keeping(model, lambda: group):
+            model(rows)
+        with stream.comparing(model, lambda: group) as found:
+            model(other)
+    return [relative([error], [count]) for error, count in (found[name][0] for name in stream.order)]
+
+
+def test_one_row_that_outweighs_all_others_hides_nothing() -> None:
+    rows = torch.ones(1, 4, 6) * torch.tensor([1e4, 1, 1, 1])[:, None]
+    other = rows * torch.tensor([1.0, 1, 1 + 2**-7, 1])[:, None]
+    assert _errors(rows, other) == pytest.approx([2**-8] * 3)
+
+
+def test_a_row_of_zeros_counts_by_the_size_of_the_others() -> None:
+    rows = torch.tensor([0.0, 1, 1, 1])[:, None].expand(1, 4, 6)
+    assert _errors(rows, rows.clone()) == [0.0] * 3
+    assert _errors(rows, rows + torch.tensor([2.0**-20, 0, 0, 0])[:, None]) == pytest.approx([2**-21 * 1e3] * 3)
+    none = torch.zeros(1, 4, 6)
+    assert _errors(none, none) == [0.0] * 3
+    assert min(_errors(none, none + 1.0)) > 1
 
 
 def test_another_shape_is_nan() -> None:
