@@ -134,6 +134,8 @@ class LayerFigures:
         ratio_interval: its 95% bootstrap interval over sequences.
         departs: whether it passes the bounds of the gate ``exact`` or of the gate ``served``, or has half the error in
             float32 of the next one that does.
+        folded: name of the folded norm whose result the layer returns. That differs from the original's, and rightly,
+            since the gain is where it is read; so the converted model's is not compared. None for other layers.
     """
 
     name: str
@@ -145,6 +147,7 @@ class LayerFigures:
     ratio: float | None = None
     ratio_interval: tuple[float, float] | None = None
     departs: bool = False
+    folded: str | None = None
 
 
 @dataclass(frozen=True)

@@ -177,14 +177,19 @@ def _layers_state(report: ParityReport) -> str:
 
 
 def _layer_rows(report: ParityReport) -> list[list[str]]:
-    if not report.layers:
-        return []
-    if report.departs is None:
-        return [[f"none of {len(report.layers)} departs", "", ""]]
-    found = next((layer for layer in report.layers if layer.name == report.departs), None)
-    figures = [] if found is None else [("exact", found.error_exact), ("ratio", found.ratio)]
-    words = ", ".join(f"{word} {number(figure)}" for word, figure in figures if figure is not None)
-    return [[f"the first that departs is {report.departs}{' (' if words else ''}{words}{')' if words else ''}", "", ""]]
+    folded = sum(layer.folded is not None for layer in report.layers)
+    compared = len(report.layers) - folded
+    rows = []
+    if report.departs is not None:
+        found = next((layer for layer in report.layers if layer.name == report.departs), None)
+        figures = [] if found is None else [("exact", found.error_exact), ("ratio", found.ratio)]
+        words = ", ".join(f"{word} {number(figure)}" for word, figure in figures if figure is not None)
+        rows.append(f"the first that departs is {report.departs}{' (' if words else ''}{words}{')' if words else ''}")
+    elif compared:
+        rows.append(f"none of {compared} departs")
+    if folded:
+        rows.append(f"{folded} not compared: a folded norm gives the result")
+    return [[row, "", ""] for row in rows]
 
 
 def _power_rows(report: ParityReport) -> list[list[str]]:

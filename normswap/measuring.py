@@ -354,6 +354,7 @@ def _measure(
         progress=serving.progress,
         exact=exact,
         dropped=pair.dropped,
+        folded=pair.originals.folded,
         reference=serving.reference,
         swapped=pair.swap,
         generate=serving.generate,

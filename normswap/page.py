@@ -183,6 +183,10 @@ def _layers(report: ParityReport) -> str:
     if not report.layers:
         return ""
     where = "No layer departs." if report.departs is None else f"The first layer that departs is {report.departs}."
+    folded = [layer.name for layer in report.layers if layer.folded is not None]
+    if folded:
+        more = f" and {len(folded) - 1} more" if folded[1:] else ""
+        where += f" Not compared, as what is returned there is the result of a folded norm: {folded[0]}{more}."
     caption = f"Relative RMS error of the residual stream after each layer. {where}"
     data = markup.table(tables.layer_table(report.layers), "Errors of the residual stream")
     return markup.figure(layer_plot(report, "layers-plot"), caption, {"Data of this plot": data})

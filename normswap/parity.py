@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -36,6 +36,7 @@ def measure(
     progress: Progress | None = None,
     exact: Loader | None = None,
     dropped: Sequence[Dropped] = (),
+    folded: Collection[str] = (),
     reference: torch.dtype | None = None,
     swapped: bool = True,
     generate: int = 0,
@@ -65,6 +66,7 @@ def measure(
         exact: loads the model that the gate ``exact`` runs, where that is not the converted one: with gains folded
             and not rounded.
         dropped: gains that the converted model has folded, for the control of the gate ``served``.
+        folded: names of all norms that it has folded.
         reference: dtype of the reference's arithmetic, float32 or float64; by default float32, and float64 where the
             models are served in float32.
         swapped: whether the converted model has swapped norms, so that it is a failure if none is reached.
@@ -87,6 +89,6 @@ def measure(
             original, converted, norms, inputs, torch.device(device), criterion, spool, swapped, room=room
         )
         session.progress = progress or session.progress
-        session.exact, session.dropped, session.explained = exact, dropped, explained
+        session.exact, session.dropped, session.folded, session.explained = exact, dropped, folded, explained
         session.writing = Writing(inputs, generate, tokenizer)
         return session.report(dtype, reference, backend)

@@ -70,7 +70,8 @@ def _ends(series: _Series, layers: Sequence[LayerFigures]) -> str:
     known = [value for layer in layers if (value := series.value(layer)) is not None]
     if not known:
         return f"{series.words}: not measured."
-    return f"{series.words}: {number(known[0])} after the first layer, {number(known[-1])} after the last."
+    last = "the last" if series.value(layers[-1]) is not None else "the last compared"
+    return f"{series.words}: {number(known[0])} after the first layer, {number(known[-1])} after {last}."
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,6 +76,7 @@ class Stream:
         kept: by layer, by sequence: what each call gave, ``(rows, width)``.
         order: names of the layers, in the order of their first call.
         most: numbers that are kept in all.
+        folded: layers that were not compared, as what they return is the result of a norm that was folded: to the norm.
     """
 
     sequences: int
@@ -81,6 +84,7 @@ class Stream:
     order: list[str] = field(default_factory=list)
     rows: int | None = None
     most: int = _KEPT
+    folded: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def keeping(self, model: nn.Module, current: Current) -> Iterator[None]:
@@ -103,8 +107,16 @@ class Stream:
             yield
 
     @contextmanager
-    def comparing(self, model: nn.Module, current: Current) -> Iterator[Sums]:
+    def comparing(self, model: nn.Module, current: Current, folded: Collection[str] = ()) -> Iterator[Sums]:
         """Hold what the layers of a model give inside the ``with`` block against what was kept.
+
+        A layer that returns the result of a folded norm, as after a LayerNorm that ends it, gives something else than
+        its original, rightly, since the gain is where the result is read. It is not compared.
+
+        Args:
+            model: that is run.
+            current: which sequences are running.
+            folded: names of the norms that were folded in it.
 
         Yields:
             By layer, by sequence: the sum of the rows' squared relative errors, and how many rows there were; filled as
@@ -128,17 +140,24 @@ class Stream:
                 error, rows_held = _row_errors(got.double(), kept[call].double())
                 sums[sequence] = before[0] + error, before[1] + rows_held
 
-        with self._hooked(layers, compare, current):
+        with _results_of(model, folded) as results, self._hooked(layers, compare, current, results):
             yield found
 
     @contextmanager
     def _hooked(
-        self, layers: list[tuple[Layer, nn.Module]], take: Callable[[Layer, list[torch.Tensor]], None], current: Current
+        self,
+        layers: list[tuple[Layer, nn.Module]],
+        take: Callable[[Layer, list[torch.Tensor]], None],
+        current: Current,
+        results: Mapping[str, weakref.ref[torch.Tensor]] = MappingProxyType({}),
     ) -> Iterator[None]:
         def hook_of(layer: Layer) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 stream = _stream_of(output)
-                if stream is not None:
+                norm = next((name for name, result in results.items() if result() is stream), None)
+                if stream is not None and norm is not None:
+                    self.folded[layer.name] = norm
+                elif stream is not None:
                     take(layer, _by_sequence(stream.detach(), current()))
 
             return hook
@@ -159,6 +178,30 @@ class Stream:
         if count == len(row):
             return row
         return row[torch.linspace(0, len(row) - 1, count, dtype=torch.float64, device=row.device).round().long()]
+
+
+@contextmanager
+def _results_of(model: nn.Module, names: Collection[str]) -> Iterator[dict[str, weakref.ref[torch.Tensor]]]:
+    """Follow what some modules return inside the ``with`` block.
+
+    Yields:
+        By name: the last result, as long as anybody else holds it.
+    """
+    results: dict[str, weakref.ref[torch.Tensor]] = {}
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                results[name] = weakref.ref(output)
+
+        return hook
+
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules() if name in names]
+    try:
+        yield results
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _row_errors(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
@@ -202,6 +245,7 @@ def judge_layers(
     *,
     bound: float,
     served_failed: bool,
+    folded: Mapping[str, str] = MappingProxyType({}),
 ) -> list[LayerFigures]:
     """Put what was found of each layer into figures.
 
@@ -214,6 +258,7 @@ def judge_layers(
         criterion: the bounds.
         bound: of the relative error in float32.
         served_failed: whether the gate ``served`` failed; single layers scatter too much to say so by themselves.
+        folded: layers that return the result of a folded norm, and the norm.
     """
     by_name = {layer.name: layer for layer in model_layers}
     figures = []
@@ -233,7 +278,16 @@ def judge_layers(
             departs = departs or (served_failed and beyond)
         figures.append(
             LayerFigures(
-                name, layer.stack, layer.index, error_exact, error_original, error_converted, ratio, interval, departs
+                name,
+                layer.stack,
+                layer.index,
+                error_exact,
+                error_original,
+                error_converted,
+                ratio,
+                interval,
+                departs,
+                folded.get(name),
             )
         )
     return _led_up_to(figures, bound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,7 +63,7 @@ class Session:
     """One measurement: its parameters, and the failures, doubts and notes it gathers.
 
     ``room`` is how many bytes the outputs of one forward, and what is kept of the residual stream, may take each; None
-    for as many as go fast. ``explained`` is that of `normswap.parity.measure`.
+    for as many as go fast. ``explained`` and ``folded`` are those of `normswap.parity.measure`.
     """
 
     original: Loader
@@ -87,6 +87,7 @@ class Session:
     layers: list[Layer] = field(default_factory=list)
     room: int | None = None
     explained: bool = True
+    folded: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.groups = self.inputs.groups() if self.room is None else self.inputs.groups(self.room)
@@ -179,9 +180,17 @@ class Session:
     def judge_layers(self, exact: Sums | None, original: Sums | None, converted: Sums | None) -> list[LayerFigures]:
         order = next((stream.order for stream in self.streams.values()), [])
         failed = any(failure.startswith("served:") for failure in self.failures)
-        bound = self.criterion.exact_bound
+        folded = {layer: norm for stream in self.streams.values() for layer, norm in stream.folded.items()}
         return judge_layers(
-            self.layers, order, exact, original, converted, self.criterion, bound=bound, served_failed=failed
+            self.layers,
+            order,
+            exact,
+            original,
+            converted,
+            self.criterion,
+            bound=self.criterion.exact_bound,
+            served_failed=failed,
+            folded=folded,
         )
 
     def run_exact(self, dtype: torch.dtype, reference: str) -> _Run:
@@ -265,10 +274,10 @@ class Session:
         if output.name != self.output["name"]:
             raise ModelError(f"expected the output {self.output['name']!r} from every run, got {output.name!r}")
 
-    def comparing(self, stream: str | None, model: nn.Module) -> Any:
+    def comparing(self, stream: str | None, model: nn.Module, folded: Collection[str] = ()) -> Any:
         if stream is None or stream not in self.streams:
             return nullcontext()
-        return self.streams[stream].comparing(model, self.current)
+        return self.streams[stream].comparing(model, self.current, folded)
 
     def run_original(
         self, dtype: torch.dtype, reference: str | None, keep: str | None, *, served: bool = False
@@ -324,8 +333,8 @@ class Session:
             with (
                 reached(under_test) as order,
                 watching(under_test if served else [], sample) as meters,
-                self.comparing(reference, model) as result.layers,
-                self.comparing(exact, model) as result.layers_exact,
+                self.comparing(reference, model, self.folded) as result.layers,
+                self.comparing(exact, model, self.folded) as result.layers_exact,
             ):
                 for index, output in self.outputs(model, dtype, "converted"):
                     if exact is not None:

@@ -130,7 +130,7 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
     """Write the residual stream, one row a layer."""
     rows = [
         [
-            "departs" if layer.departs else "",
+            "departs" if layer.departs else "folded" if layer.folded is not None else "",
             layer.name,
             number(layer.error_exact),
             number(layer.error_original),

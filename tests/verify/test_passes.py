@@ -13,6 +13,8 @@ from tiny_families import FAMILIES
 
 import normswap
 from normswap import ParityReport
+from normswap.page import to_html
+from normswap.report import render
 
 EACH = families()
 FOLDED = families(quick=("llama", "gpt2"))
@@ -23,7 +25,7 @@ def hold_passed(checkpoint: Path, against: Path | None) -> ParityReport:
     """Verify, and expect a pass without a doubt."""
     report = normswap.verify(checkpoint, against=against)
     assert report.verdict == "pass", (report.failures, report.doubts)
-    assert report.passed
+    assert report.passed and report.departs is None
     return report
 
 
@@ -47,6 +49,21 @@ def test_a_copy_is_the_same_to_the_last_bit(family: str, tmp_path: Path) -> None
     assert (report.tensors.kind, report.tensors.changes) == ("identical", [])
     assert report.tensors.same == report.tensors.tensors > 0
     assert report.departs is None
+
+
+def test_a_layer_that_ends_in_a_folded_norm_is_told_and_not_compared(tmp_path: Path) -> None:
+    # The last of BERT's layers returns the result of a LayerNorm that the head alone reads.
+    report = hold_passed(*converted(right.folded, "bert", tmp_path))
+    *others, last = report.layers
+    assert last.folded == f"{last.name}.output.LayerNorm" and not last.departs
+    assert (last.error_exact, last.error_converted, last.ratio) == (None, None, None)
+    assert last.error_original is not None and last.error_original > 0
+    assert [layer.folded for layer in others] == [None] * len(others) != []
+    assert all(layer.error_exact is not None for layer in others)
+    text = render(report)
+    assert f"none of {len(others)} departs" in text
+    assert "1 not compared: a folded norm gives the result" in text
+    assert f"the result of a folded norm: {last.name}." in to_html(report)
 
 
 @pytest.mark.parametrize("family", FOLDED)

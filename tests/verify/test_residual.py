@@ -103,6 +103,33 @@ def test_a_row_of_zeros_counts_by_the_size_of_the_others() -> None:
     assert min(_errors(none, none + 1.0)) > 1
 
 
+class EndsInNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.norm(x + self.linear(x)), None
+
+
+@pytest.mark.parametrize(("folded", "compared"), [(["blocks.1.norm"], [0, 2]), (["blocks.9.norm"], [0, 1, 2])])
+def test_what_a_folded_norm_returns_is_not_compared(folded: list[str], compared: list[int]) -> None:
+    model, x, stream = Stack(), torch.randn(1, 4, 6), Stream(1)
+    model.blocks[1] = EndsInNorm()  # type: ignore[assignment]
+    group = Group({}, [0])
+    with torch.no_grad(), stream.keeping(model, lambda: group):
+        model(x)
+    with torch.no_grad(), stream.comparing(model, lambda: group, folded) as found:
+        model(x)
+    assert sorted(found) == [f"blocks.{at}" for at in compared]
+    assert stream.folded == ({"blocks.1": "blocks.1.norm"} if len(compared) == 2 else {})
+    model.blocks[1].norm.weight.data.mul_(2.0)
+    with torch.no_grad(), stream.comparing(model, lambda: group) as found:
+        model(x)
+    assert found["blocks.1"][0][0] > 0
+
+
 def test_another_shape_is_nan() -> None:
     group, stream = Group({}, [0]), Stream(1)
     model = Stack()
