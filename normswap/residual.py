@@ -208,7 +208,7 @@ def _row_errors(got: torch.Tensor, expected: torch.Tensor) -> tuple[float, int]:
     """Sum the squared relative errors of rows ``(rows, width)``, each over its own size, and count the rows.
 
     The norms that read the stream bring every row to one size. Over the size of all rows together, one token that is a
-    thousand times as large as the others, which many models have, would hide what the others show.
+    hundred times as large as the others, which trained models have, would hide what the others show.
     """
     sizes = expected.square().sum(-1)
     some = sizes[sizes > 0]
